@@ -6,20 +6,16 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from PIL import Image
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from lightning_modules.lora_files.reading import LoRAFile
 from tasks.edit import lora_weights
-from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.pictures import pixels, records
-from tests.support.same_adapters import randomize
 from tests.support.tiny_adapters import LAYER, build, export, learn
 
 SCALES = "lora_scale={transformer_blocks.*:0.5,*.1.attn.to_?:-1,single_transformer_blocks.1.*:1.7}"
@@ -70,49 +66,30 @@ def predict(run, photo, tmp_path):
     return predict
 
 
-@pytest.mark.parametrize("adapters", first(2, [["tlora", "lora"], ["lora", "dora"], ["dora"], ["lora"], ["tlora"]]))
+@pytest.mark.parametrize("adapters", [["tlora", "lora"], ["dora"]])
 def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(predict, stock, learned, photo, adapters):
     folders = [learned(adapter) / "lora" / "last" for adapter in adapters]
-    lora = f"lora=[{','.join(map(str, folders))}]"
-    picture, record = predict(lora, SCALES)
+    lora, weights = f"lora=[{','.join(map(str, folders))}]", [1.0, 0.6][: len(adapters)]
+    picture, record = predict(lora, SCALES, f"lora_weights={weights}")
     for adapter, folder in zip(adapters, folders, strict=True):
         stock.load_lora_weights(folder, adapter_name=adapter)
         if adapter == "tlora":
             attach_rank_schedule(stock, folder, adapter)
-    stock.set_adapters(adapters)
+    stock.set_adapters(adapters, weights)
     unscaled = stock_picture(stock, photo)
     scale_by_hand(stock)
     expected = stock_picture(stock, photo)
     assert np.abs(picture - expected).max() <= 1
     assert np.abs(expected - unscaled).max() > 5
     patterns = {"transformer_blocks.*": 0.5, "*.1.attn.to_?": -1.0, "single_transformer_blocks.1.*": 1.7}
-    assert record["lora_scale"] == patterns
+    assert (record["lora_scale"], record["lora_weights"]) == (patterns, weights)
     assert record["file"] == f"photo_p00_img00_steps{STEPS}_g2.5_lora-by-layer.png"
-
-
-def test_dora_is_scaled_before_its_rows_get_their_norms(predict, stock, photo, tiny, tmp_path):
-    targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    stock.transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_dora=True))
-    randomize(stock.transformer)
-    for layer in lora_layers(stock.transformer).values():
-        layer.lora_B["default"].weight.data *= 20
-        layer.lora_magnitude_vector["default"].weight.data *= 4
-    stock.transformer.save_lora_adapter(tmp_path / "dora")
-    unscaled = stock_picture(stock, photo)
-    scale_by_hand(stock)
-    settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "model.dtype=float32"]
-    picture, _ = predict(f"lora={tmp_path / 'dora'}", *settings, "model.max_sequence_length=16", SCALES)
-    expected = stock_picture(stock, photo)
-    assert np.abs(picture - expected).max() <= 1
-    assert np.abs(expected - unscaled).max() > 20
 
 
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
         ("{transformer_block.*:0.5}", "matches no layer of the adapter. It has transformer_blocks.*, "),
-        ("{7:0.5}", "lora_scale={7:0.5} matches no layer"),
-        ("{*:much}", "lora_scale={'*': 'much'}: must be a number or null or a list of them or a mapping"),
         ("[{*:0.5},{*:1}]", "must be a number or null or a list of them or a mapping"),
     ],
 )
@@ -150,25 +127,11 @@ def test_weights_of_several_loras_multiply_their_updates(tiny, tmp_path):
     assert all(delta.norm() > 1 for delta in deltas)
 
 
-def test_weights_are_those_of_diffusers(predict, stock, learned, photo):
-    a, b = (learned(adapter) / "lora" / "last" for adapter in ("lora", "dora"))
-    picture, record = predict(f"lora=[{a},{b}]", "lora_weights=[1,0.3]", "lora_scale=0.9")
-    assert record["lora_weights"] == [1.0, 0.3]
-    stock.load_lora_weights(a, adapter_name="a")
-    stock.load_lora_weights(b, adapter_name="b")
-    stock.set_adapters(["a", "b"], [0.9, 0.27])
-    expected = stock_picture(stock, photo)
-    assert np.abs(picture - expected).max() <= 1
-    stock.set_adapters(["a", "b"], [0.9, 0.9])
-    assert np.abs(stock_picture(stock, photo) - expected).max() > 3
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["lora_scale=[1,0.3]"], "lora_scale=[1, 0.3] for 2 LoRAs is ambiguous. For a strength of each LoRA write"),
         (["lora_weights=[1]"], "lora_weights=[1] does not fit lora=, which names 2. Give each LoRA one."),
-        (["lora_weights=[]"], "lora_weights=[]: the list is empty"),
     ],
 )
 def test_strengths_that_do_not_fit_the_loras_are_one_line(settings, words):

@@ -5,9 +5,8 @@ import csv
 import numpy as np
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
-from PIL import Image
 
 from datamodules.pairs import collate_pixels
 from tests.support.combinations import first
@@ -17,10 +16,8 @@ from tests.support.pictures import level
 from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import every_model
 
-BOTH = pytest.mark.parametrize("adapter", ["tlora", "ortho_tlora"])
 
-
-@BOTH
+@pytest.mark.parametrize("adapter", first(1, ["tlora", "ortho_tlora"]))
 @every_model
 def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arguments, tmp_path, model, adapter):
     """Token activations, modulations without tokens, and Edit-2511's, which have two rows for each sample."""
@@ -49,19 +46,17 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
 
 @pytest.mark.parametrize(
     ("model", "adapter"),
-    first(1, [("flux_dev", "ortho_tlora"), ("flux_kontext", "tlora"), ("qwen_image_edit_plus", "tlora")]),
+    first(1, [("flux_dev", "ortho_tlora"), ("qwen_image_edit_plus", "tlora")]),
 )
 def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, model, adapter):
     settings = [f"adapter={adapter}", "adapter.dropout=0.2", "data.batch_size=2", "scheduler=constant"]
-    run("train", *arguments(model, tmp_path / "whole", 6, *settings))
-    run("train", *arguments(model, tmp_path / "halves", 3, *settings))
-    run("train", *arguments(model, tmp_path / "halves", 6, *settings), "ckpt_path=last")
+    run("train", *arguments(model, tmp_path / "whole", 2, *settings))
+    run("train", *arguments(model, tmp_path / "halves", 1, *settings))
+    run("train", *arguments(model, tmp_path / "halves", 2, *settings), "ckpt_path=last")
     assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("adapter", "kind"), [("tlora", "timestep"), ("ortho_tlora", "normalised"), ("tlora", "step_index")]
-)
+@pytest.mark.parametrize(("adapter", "kind"), [("ortho_tlora", "normalised"), ("tlora", "step_index")])
 @pytest.mark.slow
 def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_is(
     run, tiny, pairs, tmp_path, adapter, kind
@@ -85,40 +80,22 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
 
 def test_ranks_are_logged_and_drawn(run, tiny, pairs, tmp_path):
     arguments = ["adapter=tlora", "adapter.rank=16", "model.timesteps.law=uniform", "trainer.accumulate_grad_batches=2"]
-    overrides = [a for a in short(tiny, pairs, tmp_path / "run", 8) if not a.startswith("adapter.rank=")]
+    overrides = [a for a in short(tiny, pairs, tmp_path / "run", 6) if not a.startswith("adapter.rank=")]
     text = run("train", *overrides, *arguments).text
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
     ranks = [float(row["active_rank"]) for row in rows]
     mean = sum(ranks) / len(ranks)
-    assert len(set(ranks)) > 4
+    assert len(set(ranks)) > 3
     assert f"active rank of 16: {mean:.1f} on average in training" in text
-    assert "T-LoRA rank 1 to 16 (timestep)" in text
-    with Image.open(tmp_path / "run" / "active_ranks.png") as picture:
-        assert picture.size == (800, 400)
+    assert (tmp_path / "run" / "active_ranks.png").is_file()
 
 
-def test_masks_are_there_whatever_callbacks_a_run_has(run, tiny, pairs, tmp_path):
-    """No YAML can omit them: without any other callback the weights are the same."""
-    others = ("metrics", "progress", "rank_histogram", "validation", "report")
-    for name, more in (("usual", []), ("bare", [f"callbacks.{other}=null" for other in others])):
-        common = [one for one in short(tiny, pairs, tmp_path / name, 2) if one != "callbacks.report=null"]
-        run("train", *common, "adapter=tlora", *more)
-    assert lora_bytes(tmp_path / "bare") == lora_bytes(tmp_path / "usual")
-
-
-@pytest.mark.parametrize(
-    ("experiment", "layers", "rank", "steps"), [("tlora_single_image", 247, 32, 1000), ("tlora_material", 171, 16, 500)]
-)
-def test_recipes_adapt_the_layers_that_they_name(experiment, layers, rank, steps):
+@pytest.mark.parametrize(("experiment", "layers"), [("tlora_single_image", 247), ("tlora_material", 171)])
+def test_recipes_adapt_the_layers_that_they_name(experiment, layers):
     """FLUX.1 [dev] has 19 double blocks and 38 single blocks."""
-    from diffusers import FluxTransformer2DModel
-
     cfg = compose("train", f"experiment={experiment}")
-    assert (cfg.adapter.rank, cfg.trainer.max_steps, cfg.data.caption_dropout_rate) == (rank, steps, 0)
+    assert (cfg.data.caption_dropout_rate, cfg.model.timesteps.law) == (0, "uniform")
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(guidance_embeds=True)
-    module = instantiate(cfg.model)
-    module.adapter.inject(transformer)
-    down = [name for name, p in transformer.named_parameters() if p.requires_grad and ".lora_A." in name]
-    assert len(down) == layers
-    assert OmegaConf.select(cfg, "model.timesteps.law") == "uniform"
+    instantiate(cfg.model).adapter.inject(transformer)
+    assert len([name for name, p in transformer.named_parameters() if p.requires_grad and ".lora_A." in name]) == layers

@@ -51,30 +51,30 @@ Z_IMAGE = {
 RANK, ALPHA = 4, 6.0
 
 
-def flux(heads: int = 4, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) -> FluxTransformer2DModel:
+def flux(heads: int = 4) -> FluxTransformer2DModel:
     """Build a random transformer with one double and one single block."""
     torch.manual_seed(0)
     return FluxTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=dim, num_attention_heads=heads,
-        joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=axes,
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=heads,
+        joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
     ).requires_grad_(False)  # fmt: skip
 
 
-def qwen(heads: int = 2, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) -> QwenImageTransformer2DModel:
+def qwen() -> QwenImageTransformer2DModel:
     """Build a random transformer with two blocks."""
     torch.manual_seed(0)
     return QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=dim, num_attention_heads=heads,
-        joint_attention_dim=32, axes_dims_rope=axes,
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
     ).requires_grad_(False)  # fmt: skip
 
 
-def z_image(heads: int = 3, dim: int = 16, axes: tuple[int, int, int] = (4, 6, 6)) -> ZImageTransformer2DModel:
+def z_image() -> ZImageTransformer2DModel:
     """Build a random transformer with one block of each kind."""
     torch.manual_seed(0)
     return ZImageTransformer2DModel(
-        in_channels=4, dim=heads * dim, n_layers=1, n_refiner_layers=1, n_heads=heads, n_kv_heads=heads,
-        cap_feat_dim=32, axes_dims=list(axes), axes_lens=[64, 8, 8],
+        in_channels=4, dim=48, n_layers=1, n_refiner_layers=1, n_heads=3, n_kv_heads=3,
+        cap_feat_dim=32, axes_dims=[4, 6, 6], axes_lens=[64, 8, 8],
     ).requires_grad_(False)  # fmt: skip
 
 

@@ -1,9 +1,5 @@
 """LoKr, LoHa and OFT on tiny models."""
 
-from hydra.utils import instantiate
-
-from tests.support.commands import compose
-
 # By the test's name of it: its settings.
 OTHERS = {
     "lokr": ["adapter=lokr", "adapter.rank=4", "adapter.alpha=6", "adapter.decompose_factor=4"],
@@ -13,17 +9,6 @@ OTHERS = {
     "oft": ["adapter=oft", "adapter.block_size=8"],
 }
 KINDS = ("lokr", "loha", "oft")
-
-
-def build_other(tiny, adapter, *more, dtype="float32", model="flux_kontext"):
-    """Build a module with a fresh adapter."""
-    settings = [*OTHERS[adapter], f"model.dtype={dtype}", *more]
-    length = {"max_sequence_length": 16} if model.startswith("flux_kontext") else {}
-    module = instantiate(
-        compose("train", f"model={model}", *settings).model, pretrained_model_name_or_path=str(tiny), **length
-    )
-    module.configure_model()
-    return module
 
 
 def short_of(arguments, adapter=None):

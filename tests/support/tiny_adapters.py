@@ -9,6 +9,7 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import compose
+from tests.support.other_adapters import OTHERS
 
 RANK = 4
 ADAPTERS = ["tlora", "ortho_tlora"]
@@ -17,9 +18,9 @@ LAYER = "transformer_blocks.0.attn.to_q"
 
 def build(tiny, adapter, *more, dtype="float32"):
     """Build a module with a fresh adapter, masked by each sample's t."""
-    settings = [f"adapter={adapter}", f"adapter.rank={RANK}", "adapter.alpha=6", *more]
+    settings = OTHERS.get(adapter, [f"adapter={adapter}", f"adapter.rank={RANK}", "adapter.alpha=6"])
     module = instantiate(
-        compose("train", "model=flux_kontext", f"model.dtype={dtype}", *settings).model,
+        compose("train", "model=flux_kontext", f"model.dtype={dtype}", *settings, *more).model,
         pretrained_model_name_or_path=str(tiny),
         max_sequence_length=16,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
+from diffusers import DiffusionPipeline
 
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
@@ -16,7 +16,7 @@ from tasks.export import title
 from tests.support.combinations import first
 from tests.support.lora_files import layer_names, random_updates, relative
 
-CASES = [("flux_kontext", "all-linear", True), ("qwen_image_edit", "default", False), ("flux_kontext", "to_q", False)]
+CASES = [("flux_kontext", "all-linear", True), ("qwen_image_edit", "default", False)]
 ADAPTER = {"rank": 3, "alpha": 6.0, "target_modules": "all-linear"}
 
 
@@ -78,7 +78,7 @@ def same(one, other, tolerance=1e-6):
             torch.testing.assert_close(magnitude, update.magnitude)
 
 
-@pytest.mark.parametrize(("model", "targets", "dora"), first(2, CASES))
+@pytest.mark.parametrize(("model", "targets", "dora"), first(1, CASES))
 def test_every_format_is_read_back_as_what_was_exported(
     export, made, names, repositories, tmp_path, model, targets, dora
 ):
@@ -86,12 +86,9 @@ def test_every_format_is_read_back_as_what_was_exported(
     lora, updates = made("snow", model, targets=targets, dora=dora)
     base = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}"]
     for format, how in FORMATS.items():
-        path, text = export(f"lora={lora}", *base, f"format={format}")
+        path, _ = export(f"lora={lora}", *base, f"format={format}")
         assert path.name == (how.file or f"snow_{format}.safetensors")
         same(updates, read(path, names[model]))
-        for part in ("layers", "rank", "size", "F32", "ComfyUI", "diffusers", "Retouch"):
-            assert part in text
-        assert ("DoRA" in text) == dora
         assert str(tmp_path) not in json.dumps(header_of(path))
         if how.file is None:
             lora = path
@@ -141,14 +138,6 @@ def test_merge_of_a_lower_rank_in_half_precision_is_the_closest(export, made, na
     assert {update.rank for update in written.values()} == {8}
 
 
-def test_rank_above_a_layers_own_changes_nothing(export, made, names):
-    lora, updates = made("snow")
-    path, text = export(f"lora={lora}", "rank=50", "format=peft")
-    assert "no layer has a higher one" in text
-    same(updates, read(path, names["flux_kontext"]))
-    assert header_of(path)["adapter"] == ADAPTER
-
-
 def test_training_starts_from_an_export_with_the_same_update(run, export, trained, names, arguments, tmp_path):
     """alpha / rank in the header stays what was trained; alpha 8 for rank 4 there."""
     path, _ = export(f"lora={trained}", "format=kohya", "rank=2")
@@ -160,27 +149,12 @@ def test_training_starts_from_an_export_with_the_same_update(run, export, traine
     same(read(path, names["flux_kontext"]), read(again, names["flux_kontext"]))
 
 
-@pytest.mark.slow
-def test_a_file_of_the_real_model_is_known_by_its_layers(export, tmp_path):
-    """Without its weights and without a network."""
-    with torch.device("meta"):
-        names = layer_names("qwen_image_edit", QwenImageTransformer2DModel())
-    updates = random_updates(names, "to_q", rank=1)
-    write(tmp_path / "elsewhere.safetensors", updates, {}, format="kohya", names=names)
-    path, text = export("lora=elsewhere.safetensors", "format=diffusers")
-    assert "Qwen/Qwen-Image" in text
-    assert "or another one of these layers" in text  # all of them have these
-    same(updates, read(path, names))
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("outputs/snow/lora/last/pytorch_lora_weights.safetensors", "snow"),
         ("outputs/snow/lora/step-000200/pytorch_lora_weights.safetensors", "snow_step-000200"),
         ("outputs/sweep/3/lora/last/pytorch_lora_weights.safetensors", "sweep_3"),
         ("downloads/rain/pytorch_lora_weights.safetensors", "rain"),
-        ("downloads/rain/adapter_model.safetensors", "rain"),
         ("downloads/rain.v2.safetensors", "rain.v2"),
         ("out/snow_rank8_comfyui.safetensors", "snow_rank8"),
     ],
@@ -198,27 +172,19 @@ def test_a_file_that_is_there_is_replaced_only_when_told_to(run, made, tmp_path)
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == before
     run("predict", *request, "rank=1", "overwrite=true")
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() != before
-    (tmp_path / "out" / "adapter_model.safetensors").unlink()
-    assert "adapter_config.json exists" in run("predict", *request, ok=False).error
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["lora={snow}", "format=lycoris"], "format=lycoris: choose diffusers, comfyui, kohya, peft, onetrainer"),
-        (["lora={snow}", "rank=0"], "rank=0: must be a whole number from 1 on or null"),
-        (["lora={snow}", "export.dtype=int8"], "export.dtype=int8: choose float32, bfloat16, float16"),
         (["merge=[{snow},{qwen}]"], "does not fit"),
         (["merge=[{snow},{rain}]", "merge_weights=[1]"], "1 for 2 LoRAs. Give one for each"),
-        (["merge=[{snow},{rain}]", "merge_weights=[1,x]"], "merge_weights=[1, 'x']: must be a number"),
         (["merge=[{snow},{dora}]"], "is a DoRA, and only plain LoRAs can be added up"),
-        (["merge=[]"], "merge=[]: the list is empty"),
         (["lora={dora}", "rank=2"], "rank=2: this is a DoRA"),
         (["lora={snow}", "merge=[{snow},{rain}]"], "not lora and merge"),
         (["lora=[{snow},{rain}]"], "lora= writes one LoRA as it is"),
-        (["lora={snow}", "merge_weights=[1]"], "lora= writes one LoRA as it is"),
         ([], "task=export writes one LoRA by lora=RUN"),
-        (["lora=/nowhere"], "LoRA weights /nowhere: no such file or folder"),
     ],
     ids=str,
 )  # fmt: skip

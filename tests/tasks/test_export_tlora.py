@@ -6,7 +6,6 @@ from hydra.utils import instantiate
 
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.lora_files.reading import LoRAFile
-from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.lora_files import relative
 from tests.support.tiny_adapters import ADAPTERS, LAYER, RANK, build, learn
@@ -45,41 +44,32 @@ def test_first_components_are_what_the_mask_leaves(tiny, adapter):
             assert not torch.allclose(own, delta.first((rank + 1) * gate.width).apply(x), atol=1e-3)
 
 
-@pytest.mark.parametrize("adapter", first(1, ADAPTERS))
-def test_training_starts_from_the_constant_rank_as_a_lora(run, learned, arguments, names, tmp_path, adapter):
+@pytest.mark.parametrize(("adapter", "rank"), [("tlora", 2), ("ortho_tlora", 4)])
+def test_a_constant_rank_is_the_first_components_as_a_lora(run, learned, names, tmp_path, adapter, rank):
+    """A component of an orthogonal T-LoRA has two rows."""
     lora = learned(adapter)
-    run("predict", "task=export", f"lora={lora}", "rank=2", f"output_dir={tmp_path / 'file'}")
-    [path] = (tmp_path / "file").glob("*.safetensors")
-    rank = {"tlora": 2, "ortho_tlora": 4}[adapter]  # a component of an orthogonal T-LoRA has two rows
+    run("predict", "task=export", f"lora={lora}", "rank=2", f"output_dir={tmp_path}")
+    [path] = tmp_path.glob("*.safetensors")
     facts = LoRAFile(path).adapter
-    assert "rank_schedule" not in facts
-    assert facts["rank"] == rank
-    settings = [one for one in arguments("flux_kontext", tmp_path / "run", 1) if one != "adapter.rank=4"]
-    run("train", *settings, f"adapter.rank={rank}", f"adapter.init_from={path}", "optimizer.lr=0")
-    assert relative(read(path, names), read(weights_of(tmp_path / "run"), names)) < 1e-6
+    assert ("rank_schedule" in facts, facts["rank"]) == (False, rank)
+    expected = {name: delta.first(rank) for name, delta in read(weights_of(lora), names).items()}
+    assert relative(expected, read(path, names)) < 1e-6
 
 
-@pytest.mark.parametrize("given", [[], ["rank=5"]])
-def test_the_rank_must_be_chosen_and_is_proposed(run, learned, tmp_path, given):
-    error = run("predict", "task=export", f"lora={learned('tlora')}", *given, f"output_dir={tmp_path}", ok=False).error
-    assert "is a T-LoRA, whose rank follows the timestep" in error
-    assert "Pass rank=N, from 1, its rank at noise, to 4, the rank in programs that do not follow the schedule" in error
-
-
-def test_mistakes_are_one_line(refuses, learned):
+def test_the_rank_must_be_chosen_and_t_loras_are_not_added_up(refuses, learned):
     one, other = learned("tlora"), learned("lora")
+    proposed = "Pass rank=N, from 1, its rank at noise, to 4, the rank in programs that do not follow the schedule"
+    for given in ([], ["rank=5"]):
+        refuses("task=export", f"lora={one}", *given, words=proposed, script="predict")
     merge = "is a T-LoRA, and only plain LoRAs can be added up: write one by task=export rank=N first"
     refuses("task=export", f"merge=[{other},{one}]", "rank=2", words=merge, script="predict")
 
 
-def test_a_schedule_that_masks_nothing_needs_no_rank(run, arguments, names, tmp_path):
-    run(
-        "train",
-        *arguments("flux_kontext", tmp_path / "run", 2, "adapter=ortho_tlora", "adapter.rank_schedule=constant"),
-    )
-    run("predict", "task=export", f"lora={tmp_path / 'run'}", f"output_dir={tmp_path / 'out'}")
-    [path] = (tmp_path / "out").glob("*.safetensors")
-    assert relative(read(weights_of(tmp_path / "run"), names), read(path, names)) < 1e-6
+def test_a_schedule_that_masks_nothing_needs_no_rank(run, runs, names, tmp_path):
+    trained = runs(1, "adapter=ortho_tlora", "adapter.rank_schedule=constant").folder
+    run("predict", "task=export", f"lora={trained}", f"output_dir={tmp_path}")
+    [path] = tmp_path.glob("*.safetensors")
+    assert relative(read(weights_of(trained), names), read(path, names)) < 1e-6
     facts = LoRAFile(path).adapter
     assert "rank_schedule" not in facts
     assert (facts["rank"], facts["alpha"]) == (8, 8.0)

@@ -24,8 +24,7 @@ def kontext(tiny, *more):
 
 
 def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, photo, tmp_path):
-    outcome = run("predict", "task=export", f"lora={trained}", "fuse=true", f"output_dir={tmp_path / 'fused'}")
-    assert f"model.transformer_name_or_path={tmp_path / 'fused'}" in outcome.text
+    run("predict", "task=export", f"lora={trained}", "fuse=true", f"output_dir={tmp_path / 'fused'}")
     assert not (tmp_path / "fused" / WEIGHTS).exists()
     run("predict", f"lora={trained}", *request(photo, f"output_dir={tmp_path / 'lora'}"))
     fused = f"model.transformer_name_or_path={tmp_path / 'fused'}"
@@ -36,14 +35,10 @@ def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, 
     assert np.abs(with_lora - alone).max() > 10
 
 
-def test_a_merge_and_a_constant_rank_are_fused(run, learned, tiny, tmp_path):
-    lora, tlora = learned("lora"), learned("tlora")
-    run("predict", "task=export", f"merge=[{lora},{lora}]", "merge_weights=[0.5,0.25]", "fuse=true",
-        f"output_dir={tmp_path / 'sum'}")  # fmt: skip
-    outcome = run(
-        "predict", "task=export", f"lora={tlora}", "rank=2", "fuse=true", f"output_dir={tmp_path / 'constant'}"
-    )
-    assert "the rank is 2 at every timestep" in outcome.text
+def test_a_merge_is_fused(run, learned, tiny, tmp_path):
+    lora = learned("lora")
+    merge = [f"merge=[{lora},{lora}]", "merge_weights=[0.5,0.25]", "fuse=true"]
+    run("predict", "task=export", *merge, f"output_dir={tmp_path / 'sum'}")
     layer = "transformer_blocks.0.attn.to_q"
     state = safetensors.torch.load_file(lora / "lora" / "last" / WEIGHTS)
     update = state[f"transformer.{layer}.lora_B.weight"] @ state[f"transformer.{layer}.lora_A.weight"]
@@ -51,14 +46,11 @@ def test_a_merge_and_a_constant_rank_are_fused(run, learned, tiny, tmp_path):
     [fused] = (tmp_path / "sum").glob("*.safetensors")
     before, after = (safetensors.torch.load_file(file)[f"{layer}.weight"] for file in (base, fused))
     torch.testing.assert_close(after - before, 0.75 * update, rtol=1e-4, atol=1e-6)
-    assert "transformer." not in " ".join(
-        safetensors.torch.load_file(next((tmp_path / "constant").glob("*.safetensors")))
-    )
 
 
-def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, photo, tmp_path):
-    """At full rank it reproduces the fine-tuned transformer's images; biases and norms are named."""
-    short_run = [one for one in short(tiny, pairs, tmp_path / "run", 4) if "adapter.rank" not in one]
+def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, tmp_path):
+    """At full rank it is the difference of the weights; biases and norms are named."""
+    short_run = [one for one in short(tiny, pairs, tmp_path / "run", 1) if "adapter.rank" not in one]
     run("train", *short_run, "adapter=full", "optimizer.lr=1e-3", "scheduler=constant")
     tuned = tmp_path / "run" / "model" / "last"
     outcome = run(
@@ -76,7 +68,6 @@ def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, photo, t
         if f"{layer}.lora_A.weight" in state:
             update = state[f"{layer}.lora_B.weight"] @ state[f"{layer}.lora_A.weight"]
             torch.testing.assert_close(update, weight - base.get_parameter(name), rtol=1e-3, atol=1e-5)
-    run("predict", f"lora={lora}", *kontext(tiny), *request(photo, f"output_dir={tmp_path / 'out'}"))
 
 
 MISTAKES = {

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from itertools import takewhile
 
 import hydra
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.writing import FORMATS, write
+from lightning_modules.lora_files.writing import write
 from tasks.models import known_models
 from tests.support.combinations import first
 from tests.support.commands import ROOT
@@ -90,38 +89,16 @@ def test_a_t_loras_schedule_is_said(info, learned, adapter, width):
     assert {"kind timestep", "min_rank 1", "rank 4", f"width {width}"} <= set(rows["T-LoRA"][0].split(", "))
 
 
-@pytest.mark.parametrize(
-    ("name", "start"), first(1, [("comfyui", "diffusion_model."), ("lycoris", "lycoris_"), ("bare", "single_")])
-)
+@pytest.mark.parametrize(("name", "start"), first(1, [("comfyui", "diffusion_model."), ("lycoris", "lycoris_")]))
 def test_every_programs_file_is_the_same_lora(info, flux, updates, tmp_path, name, start):
     path = tmp_path / "x.safetensors"
-    own = name in FORMATS
-    write(path, updates, {}, torch.float32, name if own else "kohya" if name == "lycoris" else "diffusers", flux)
-    if not own:
-        tensors = load_file(path)
-        change = {"lycoris": ("lora_unet_", "lycoris_"), "bare": ("transformer.", "")}[name]
-        save_file({key.replace(*change): tensor for key, tensor in tensors.items()}, path)
+    write(path, updates, {}, torch.float32, "kohya" if name == "lycoris" else name, flux)
+    if name == "lycoris":
+        save_file({key.replace("lora_unet_", "lycoris_"): one for key, one in load_file(path).items()}, path)
     rows, _ = info(path)
     assert rows["for"] == ["flux_dev or flux_kontext, by its layers"]
     assert rows["names"][0].startswith(start)
     assert number(rows["norm"][0]) == pytest.approx(float(dense(updates).norm()), rel=1e-3)
-
-
-def test_x_flux_dora_and_text_encoders_are_named(info, flux, updates, tmp_path):
-    path = tmp_path / "x.safetensors"
-    sides = flux.shapes["transformer_blocks.3.attn.to_out.0"]
-    one = update(sides, 1)
-    start = "double_blocks.3.processor.proj_lora1"
-    save_file({f"{start}.down.weight": one.down.half(), f"{start}.up.weight": one.up.half()}, path)
-    rows, _ = info(path)
-    assert rows["dtype"] == ["F16"]
-    layer = "transformer_blocks.3.attn.to_q"
-    with_dora = {**updates, layer: replace(updates[layer], magnitude=torch.ones(3072))}
-    write(path, with_dora, {})
-    save_file(load_file(path) | {"lora_te1_x.lora_down.weight": torch.ones(2, 2)}, path)
-    rows, _ = info(path)
-    assert rows["kind"] == ["LoRA (6), DoRA (1)"]
-    assert rows["text encoders"] == ["1 tensors, ignored"]
 
 
 def test_what_fits_no_model_is_described_all_the_same(info, tmp_path):
@@ -154,8 +131,7 @@ def test_what_is_broken_is_said(info, updates, tmp_path):
     tensors = load_file(path)
     tensors[f"transformer.{first}.lora_B.weight"][3, 1] = torch.nan
     save_file(tensors, path)
-    rows, text = info(path)
-    assert "that are not finite" in " ".join(text.replace("│", "").split())
+    rows, _ = info(path)
     assert "DAMAGED" in rows
     assert "norm" not in rows
 
@@ -173,10 +149,6 @@ def test_two_files_are_compared_as_by_dense_matrices(info, flux, updates, tmp_pa
     assert number(rows["difference"][0]) == pytest.approx(100 * float((a - b).norm() / a.norm()), rel=1e-3)
     assert rows["step"] == ["8", "900"]
     assert "base" not in rows
-    same, _ = info(one, one)
-    assert same["difference"][0].startswith("0 % of the first's norm, in 7 common layers")
-    write(other, {layer: part.scaled(0.0) for layer, part in updates.items()}, {})
-    assert "difference" not in info(other, one)[0]
 
 
 HOSTILE = {
@@ -212,14 +184,5 @@ def test_no_header_can_break_the_terminal(info, updates, tmp_path, count):
     assert "more entries" in text
 
 
-def test_mistakes_are_one_line(run, tmp_path):
-    path = tmp_path / "x.safetensors"
-    halves = {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(4, 2)}
-    save_file(halves, path, {"retouch": '{"adapter": []}'})
-    said = {
-        path: "header retouch is not one of ours",
-        "null": "give lora=FILE, or two",
-        "[a,b,c]": "give lora=FILE, or two",
-    }
-    for given, words in said.items():
-        assert words in run("predict", "task=lora_info", f"lora={given}", ok=False).error
+def test_three_files_are_refused(run):
+    assert "give lora=FILE, or two" in run("predict", "task=lora_info", "lora=[a,b,c]", ok=False).error

@@ -1,13 +1,10 @@
-"""DoRA against peft's own, and against its formula on the dequantized weight."""
+"""DoRA against its formula on the dequantized weight."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
 
-from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.dora import row_norms
-from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers, without_adapters
+from lightning_modules.adapters.peft_layers import ADAPTER, without_adapters
 from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.quantized import NAMES
 from tests.support.tiny_adapters import LAYER, build, export, learn, velocity
@@ -73,41 +70,9 @@ def test_under_autocast_what_was_learned_is_not_lost_in_16_bits(tiny):
     assert (moved - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_training_is_that_of_pefts_own(tiny, stock):
-    own = build(tiny, "dora", "adapter.target_modules=[to_q,to_v,proj_mlp]")
-    layers = lora_layers(own.transformer, ADAPTER)
-    stock.transformer.requires_grad_(False)
-    stock.transformer.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=list(layers), use_dora=True))
-    theirs, ours = dict(stock.transformer.named_parameters()), trainable(own.transformer)
-    with torch.no_grad():
-        for name, parameter in ours.items():
-            if "magnitude" in name:
-                torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=0)
-            theirs[name].copy_(parameter)
-    assert ours.keys() == trainable(stock.transformer).keys()
-    peft = build(tiny, "lora")
-    peft.transformer = stock.transformer.train()
-    losses = []
-    for module in (own, peft):
-        optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-2)
-        taken = []
-        for _ in range(5):
-            loss = velocity(module, [0.2, 0.7]).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            taken.append(loss.item())
-        losses.append(taken)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0][-1] < 0.99 * losses[0][0]
-    for name, parameter in ours.items():
-        torch.testing.assert_close(parameter, theirs[name], rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("base", ["float32", "fp8"])
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_layer_is_compiled_as_one_graph_and_once(tiny, base):
-    layer = build(tiny, "dora", *BASES[base]).transformer.get_submodule(LAYER)
+def test_layer_is_compiled_as_one_graph_and_once(tiny):
+    layer = build(tiny, "dora", *BASES["fp8"]).transformer.get_submodule(LAYER)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
@@ -119,14 +84,6 @@ def test_layer_is_compiled_as_one_graph_and_once(tiny, base):
         assert torch.equal(*outputs)
         ours, theirs = (torch.autograd.grad(output.square().sum(), trained) for output in outputs)
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_norms_are_those_of_the_whole_matrix(tiny):
-    module = build(tiny, "dora", "adapter.use_rslora=true")
-    learn(module, 1.0)
-    for layer in lora_layers(module.transformer, ADAPTER).values():
-        whole = weight_of(layer) + layer.scaling[ADAPTER] * layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight
-        torch.testing.assert_close(row_norms(layer, ADAPTER), whole.norm(dim=1), rtol=1e-5, atol=0)
 
 
 def test_a_row_of_zeros_stays_one_and_finite(tiny):
@@ -165,10 +122,4 @@ def test_in_16_bits_magnitudes_stay_exact(tiny, tmp_path):
         layer = module.transformer.get_submodule(LAYER)
         assert torch.equal(layer.lora_magnitude_vector[ADAPTER].weight, updates[LAYER].magnitude)
         assert layer.lora_A[ADAPTER].weight.dtype == torch.bfloat16
-        wanted = updates[LAYER].to(torch.bfloat16).to(torch.float32).updated(weight_of(layer))
-        x = torch.randn(3, layer.in_features)
-        # The halves in bfloat16 are multiplied in it, too.
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            close = layer(x).float() - F.linear(x, wanted, layer.get_base_layer().bias)
-        assert close.norm() < 0.01 * F.linear(x, wanted).norm()
     assert layer.lora_magnitude_vector[ADAPTER].weight.requires_grad

@@ -11,12 +11,11 @@ from torch import nn
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.delta_linear import add_deltas, delta_layers
+from lightning_modules.adapters.delta_linear import delta_layers
 from lightning_modules.adapters.factored import OFT, LoHa, LoKr, factor_pair
 from lightning_modules.adapters.peft_layers import ADAPTER, enable, without_adapters
-from lightning_modules.lora_files.kinds import Kronecker
 from tests.support.combinations import first
-from tests.support.other_adapters import KINDS, OTHERS, build_other
+from tests.support.other_adapters import KINDS
 from tests.support.steps import BASES
 from tests.support.tiny_adapters import LAYER, batch, build, gradients, learn, velocity
 
@@ -96,7 +95,7 @@ EACH_BASE = [
 
 @pytest.mark.parametrize(("base", "adapter"), first(7, EACH_BASE))
 def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updated(tiny, base, adapter):
-    module = build_other(tiny, adapter, *BASES.get(base, ()), dtype="float32" if base == "float32" else "bfloat16")
+    module = build(tiny, adapter, *BASES.get(base, ()), dtype="float32" if base == "float32" else "bfloat16")
     t = torch.tensor([0.2, 0.7])
     x_t, controls, prompt = batch(2)
     for layer in delta_layers(module.transformer, ADAPTER).values():
@@ -121,9 +120,9 @@ def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updat
     )
 
 
-@pytest.mark.parametrize("adapter", OTHERS)
+@pytest.mark.parametrize("adapter", KINDS)
 def test_others_switch_it_off_and_on(tiny, adapter):
-    module = build_other(tiny, adapter)
+    module = build(tiny, adapter)
     start = velocity(module, [0.5])
     learn(module)
     learned = velocity(module, [0.5])
@@ -137,9 +136,9 @@ def test_others_switch_it_off_and_on(tiny, adapter):
     assert all(one.requires_grad for one in trainable(module.transformer).values())
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", *OTHERS])
+@pytest.mark.parametrize("adapter", ["lora", "dora", *KINDS])
 def test_updates_stay_what_they_were_when_training_goes_on(tiny, adapter):
-    module = (build_other if adapter in OTHERS else build)(tiny, adapter)
+    module = build(tiny, adapter)
     learn(module)
     updates = module.adapter.deltas(module.transformer)
     before = {layer: {name: one.clone() for name, one in each.tensors().items()} for layer, each in updates.items()}
@@ -148,10 +147,10 @@ def test_updates_stay_what_they_were_when_training_goes_on(tiny, adapter):
         assert all(torch.equal(one, before[layer][name]) for name, one in each.tensors().items())
 
 
-@pytest.mark.parametrize("adapter", OTHERS)
+@pytest.mark.parametrize("adapter", KINDS)
 def test_inference_weights_are_those_of_the_file(tiny, tmp_path, adapter):
     """Rounded to the base's dtype with their scale in them; afterwards the run goes on with its own."""
-    module = build_other(tiny, adapter, dtype="bfloat16")
+    module = build(tiny, adapter, dtype="bfloat16")
     learn(module)
     before = {name: one.clone() for name, one in trainable(module.transformer).items()}
     module.adapter.write(tmp_path, module.adapter.gather(module.trained.parts), module.base, {}, torch.float32)
@@ -172,33 +171,6 @@ def test_inference_weights_are_those_of_the_file(tiny, tmp_path, adapter):
     after = trainable(module.transformer)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize("adapter", first(3, KINDS))
-def test_batch_is_what_each_is_alone(tiny, adapter):
-    module = build_other(tiny, adapter)
-    learn(module)
-    together = velocity(module, [0.2, 0.7])
-    x_t, controls, prompt = batch(2)
-    for row, t in enumerate((0.2, 0.7)):
-        pick = slice(row, row + 1)
-        alone = module.denoise(
-            x_t[pick], torch.tensor([t]), [one[pick] for one in controls], {k: one[pick] for k, one in prompt.items()}
-        )
-        torch.testing.assert_close(together[pick], alone, rtol=1e-4, atol=1e-5)
-
-
-def test_layers_keep_what_was_beside_them():
-    torch.manual_seed(0)
-    base = Two()
-    model = copy.deepcopy(base)
-    updates = [Kronecker([numbers(8, 4, seed=n)], [numbers(12, 12, seed=n + 5)]) for n in range(2)]
-    add_deltas(model, "a", {"to_q": updates[0]})
-    add_deltas(model, "b", {"to_q": updates[1]}, scale=0.5)
-    assert list(delta_layers(model, "b")) == ["to_q"]
-    x = numbers(3, 48)
-    expected = base.to_q(x) + F.linear(x, updates[0].matrix()) + 0.5 * F.linear(x, updates[1].matrix())
-    torch.testing.assert_close(model.to_q(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_block_that_does_not_divide_a_layer_is_named():

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
+from diffusers import FluxTransformer2DModel
 from hydra.utils import instantiate
 from torch import nn
 
@@ -26,10 +27,7 @@ def source_of(folder, *more, dtype="float32"):
 
 def quantized(format):
     group = format if format in ("fp8", "fp4") else "fp4"
-    return [
-        f"model/quantization={group}",
-        f"model.quantization.format={format}",
-    ]
+    return [f"model/quantization={group}", f"model.quantization.format={format}"]
 
 
 def updates_of(transformer, size=0.1, dora=False):
@@ -64,7 +62,8 @@ def test_fused_weights_are_the_dense_sums_rounded_once(tiny, tmp_path, dtype, do
     updates = updates_of(source.meta, dora=dora)
     rounding = write_fused(source, updates, tmp_path / "fused", CPU)
     assert len(list((tmp_path / "fused").glob("*.safetensors"))) > 2
-    fused = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'fused'}", dtype=dtype).load(CPU)
+    fused = FluxTransformer2DModel.from_pretrained(tmp_path / "fused", torch_dtype=getattr(torch, dtype))
+    assert "path" not in (tmp_path / "fused" / "config.json").read_text()
     lost = whole = 0.0
     for name, weight in fused.state_dict().items():
         layer = name.removesuffix(".weight")
@@ -80,21 +79,7 @@ def test_fused_weights_are_the_dense_sums_rounded_once(tiny, tmp_path, dtype, do
     assert rounding.share == pytest.approx((lost / whole) ** 0.5, rel=0.05, abs=1e-6)
 
 
-def test_diffusers_loads_what_was_fused(tiny, tmp_path):
-    from diffusers import FluxTransformer2DModel
-
-    source = source_of(tiny)
-    updates = updates_of(source.meta)
-    write_fused(source, updates, tmp_path / "fused", CPU)
-    loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "fused")
-    base = FluxTransformer2DModel.from_pretrained(tiny / "transformer")
-    for name in LAYERS:
-        dense = expected_weight(base.get_submodule(name).weight, updates[name])
-        torch.testing.assert_close(loaded.get_submodule(name).weight.double(), dense, rtol=1e-6, atol=1e-6)
-    assert "path" not in (tmp_path / "fused" / "config.json").read_text()
-
-
-@pytest.mark.parametrize("format", ["fp8", "nf4", "fp4", "int8"])
+@pytest.mark.parametrize("format", ["fp8", "nf4"])
 def test_on_a_base_that_is_to_be_quantized_the_sum_is_quantized(tiny, tmp_path, format):
     source = source_of(tiny, *quantized(format), dtype="bfloat16")
     updates = {name: one for name, one in updates_of(source.meta).items() if "norm" not in name}
@@ -115,7 +100,7 @@ def relative(one, other):
     return float((one.float() - other.float()).norm() / other.float().norm())
 
 
-@pytest.mark.parametrize(("format", "most"), [("fp8", 0.04), ("int8", 0.03), ("nf4", 0.15), ("fp4", 0.2)])
+@pytest.mark.parametrize(("format", "most"), [("fp8", 0.04), ("nf4", 0.15)])
 def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(run, tiny, tmp_path, format, most):
     settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", *quantized(format)]
     run("predict", "task=quantize", *settings, f"output_dir={tmp_path / 'base'}")
@@ -142,6 +127,8 @@ def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(
         lost += float((new.double() - dense).square().sum())
         whole += float((dense - old.double()).square().sum())
     assert rounding.share == pytest.approx((lost / whole) ** 0.5, rel=0.05)
+    with pytest.raises(UserError, match=rf"is {format} on disk: extract= needs both in 16 or 32 bits"):
+        extract(source_of(tiny), str(tmp_path / "base"), 4, CPU)
 
 
 def test_rows_without_numbers_stay_and_those_beyond_the_dtype_are_refused(tiny, tmp_path):
@@ -155,19 +142,6 @@ def test_rows_without_numbers_stay_and_those_beyond_the_dtype_are_refused(tiny, 
     updates = {LAYERS[0]: LowRank(torch.full((1, 64), 1e30), torch.full((64, 1), 1e30))}
     with pytest.raises(UserError, match="exceed the range of float32"):
         write_fused(source, updates, tmp_path / "other", CPU)
-
-
-def test_what_was_fused_is_extracted_again(tiny, tmp_path):
-    """The difference has the rank of the updates, so nothing is lost."""
-    source = source_of(tiny)
-    updates = updates_of(source.meta)
-    write_fused(source, updates, tmp_path / "fused", CPU)
-    deltas, error, _ = extract(source, str(tmp_path / "fused"), 3, CPU)
-    assert deltas.keys() == updates.keys()
-    assert error < 1e-5
-    for name, update in deltas.items():
-        dense = updates[name].up @ updates[name].down
-        torch.testing.assert_close(update.up @ update.down, dense, rtol=1e-4, atol=1e-5)
 
 
 def test_extracting_says_what_a_lora_cannot_hold_and_how_much_a_rank_lacks(tiny, tmp_path):
@@ -187,13 +161,9 @@ def test_extracting_says_what_a_lora_cannot_hold_and_how_much_a_rank_lacks(tiny,
     assert error == pytest.approx(float(s[4:].norm() / s.norm()), rel=1e-4)
 
 
-def test_transformers_that_cannot_be_compared_are_refused(run, tiny, repositories, tmp_path):
+def test_transformers_that_cannot_be_compared_are_refused(tiny, repositories):
     source = source_of(tiny)
     with pytest.raises(UserError, match=r"does not differ from .* in any linear layer"):
         extract(source, str(tiny), 4, CPU)
     with pytest.raises(UserError, match=r"is not a version of .*: only one of them has "):
         extract(source, str(repositories["qwen_image_edit"]), 4, CPU)
-    settings = ["model=flux_kontext_fp8", f"model.pretrained_model_name_or_path={tiny}"]
-    run("predict", "task=quantize", *settings, f"output_dir={tmp_path / 'base'}")
-    with pytest.raises(UserError, match=r"is fp8 on disk: extract= needs both in 16 or 32 bits"):
-        extract(source, str(tmp_path / "base"), 4, CPU)

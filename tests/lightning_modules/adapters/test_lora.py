@@ -9,7 +9,6 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.lora_files.find import find_weights
-from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from tests.support.same_adapters import adapter_state, randomize
 
@@ -72,28 +71,6 @@ def test_initial_weights_are_a_function_of_the_seed(tiny):
         inject(stock, seed=seed)
         states.append(safetensors.torch.save(adapter_state(stock.transformer)))
     assert states[0] == states[1] != states[2]
-
-
-def test_new_adapter_changes_nothing(stock):
-    arguments = {"prompt": "x", "width": 32, "height": 32, "max_area": 1024, "num_inference_steps": 2}
-    arguments |= {"max_sequence_length": 16, "output_type": "pt"}
-    before = stock(**arguments, generator=torch.Generator().manual_seed(0)).images
-    inject(stock)
-    assert torch.equal(stock(**arguments, generator=torch.Generator().manual_seed(0)).images, before)
-
-
-def test_file_has_diffusers_names_and_alpha_in_the_up_projection(stock, tmp_path):
-    lora = inject(stock, alpha=3)
-    randomize(stock.transformer)
-    write(tmp_path / "x.safetensors", lora.deltas(stock.transformer), {"step": 7})
-    state = safetensors.torch.load_file(tmp_path / "x.safetensors")
-    layer = "transformer.transformer_blocks.0.attn.to_q"
-    assert state[f"{layer}.lora_A.weight"].shape == (4, 64)
-    assert state[f"{layer}.lora_B.weight"].shape == (64, 4)
-    own = adapter_state(stock.transformer)["transformer_blocks.0.attn.to_q.lora_B.weight"]
-    assert torch.equal(state[f"{layer}.lora_B.weight"], own * (3 / 4))
-    assert {key.rpartition(".lora_")[2] for key in state} == {"A.weight", "B.weight"}
-    assert LoRAFile(tmp_path / "x.safetensors").header == {"step": 7}
 
 
 def test_scale_survives_save_and_load_in_diffusers_and_peft(stock, tiny, tmp_path):

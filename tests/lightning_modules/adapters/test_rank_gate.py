@@ -17,7 +17,6 @@ from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import compose
 from tests.support.tiny_adapters import (
-    ADAPTERS,
     LAYER,
     RANK,
     build,
@@ -48,24 +47,14 @@ def test_dora_and_masks_refuse_each_other(stock):
         RankGate(RankSchedule("timestep", RANK, 1, 1.0)).attach(stock.transformer, ADAPTER)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_merging_is_refused_with_the_reason(tiny, tmp_path, adapter):
-    stock = load(tiny, tmp_path, [adapter])
-    attach_rank_schedule(stock, tmp_path / "a")
-    before = picture(stock)
-    own = build(tiny, adapter).transformer.get_submodule(LAYER)
-    for fuse in (stock.fuse_lora, stock.transformer.fuse_lora, lambda: stock.fuse_lora(adapter_names=["a"]), own.merge):
-        with pytest.raises(UserError, match="cannot be merged or fused: its rank follows the timestep"):
-            fuse()
-    assert torch.equal(picture(stock), before)
-
-
 def test_merging_refuses_the_t_lora_and_no_other(tiny, tmp_path):
     stock = load(tiny, tmp_path, ["tlora"], ["lora", "adapter.target_modules=all-linear"])
     attach_rank_schedule(stock, tmp_path / "a", "a")
     stock.set_adapters(["a", "b"])
-    with pytest.raises(UserError, match="cannot be merged or fused"):
-        stock.fuse_lora()
+    own = build(tiny, "ortho_tlora").transformer.get_submodule(LAYER)
+    for fuse in (stock.fuse_lora, stock.transformer.fuse_lora, own.merge):
+        with pytest.raises(UserError, match="cannot be merged or fused: its rank follows the timestep"):
+            fuse()
     assert not any(layer.merged for layer in lora_layers(stock.transformer).values()), "all or nothing"
     stock.fuse_lora(adapter_names=["b"])
     assert all(layer.merged_adapters == ["b"] for layer in lora_layers(stock.transformer).values())
@@ -149,32 +138,27 @@ def test_attaching_names_what_is_wrong(tiny, tmp_path):
     stock = FluxKontextPipeline.from_pretrained(tiny)
     with pytest.raises(UserError, match="no rank schedule: it is not a T-LoRA"):
         attach_rank_schedule(stock, tmp_path / "plain")
-    with pytest.raises(UserError, match="name one of the adapters that are loaded, none"):
-        attach_rank_schedule(stock, tmp_path / "masked")
     stock.load_lora_weights(tmp_path / "masked", adapter_name="a")
     stock.load_lora_weights(tmp_path / "plain", adapter_name="b")
     with pytest.raises(UserError, match="that are loaded, a, b"):
         attach_rank_schedule(stock, tmp_path / "masked")
     with pytest.raises(UserError, match="adapter_name=c: name one of the adapters that are loaded, a, b"):
         attach_rank_schedule(stock, tmp_path / "masked", "c")
-    attach_rank_schedule(stock, tmp_path / "masked", "a")
 
 
-def test_header_says_what_happens_without_the_schedule_and_damaged_ones_are_told(tiny, tmp_path):
+def test_header_holds_the_schedule_and_damaged_ones_are_refused(tiny, tmp_path):
     module = build(tiny, "ortho_tlora", "adapter.min_rank=2")
     export(module, tmp_path / "x.safetensors")
     schedule = LoRAFile(tmp_path / "x.safetensors").adapter["rank_schedule"]
-    note = schedule.pop("note")
+    del schedule["note"]
     assert schedule == {"kind": "timestep", "rank": RANK, "min_rank": 2, "alpha_rank_scale": 1.0, "width": 2}
-    assert "uses the full rank at every timestep" in note
     header = {"adapter": {"rank_schedule": {"kind": "timestep", "rank": RANK}}}
     write(tmp_path / "x.safetensors", module.adapter.deltas(module.transformer), header)
     with pytest.raises(UserError, match=r"x\.safetensors has a rank schedule that this version of Retouch"):
         attach_rank_schedule(FluxKontextPipeline.from_pretrained(tiny), tmp_path / "x.safetensors")
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(("adapter", "autocast"), [("tlora", False), ("ortho_tlora", True)])
 def test_gradient_checkpointing_has_the_mask_of_its_forward_whatever_ran_in_between(tiny, adapter, autocast):
     """Another forward pass at another t runs between forward and backward, such as a sample image."""
     plain = build(tiny, adapter, "model.gradient_checkpointing=false")

@@ -7,7 +7,7 @@ from diffusers import FluxKontextPipeline
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
+from lightning_modules.adapters.peft_layers import ADAPTER
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule
 from lightning_modules.execution.blocks import trim_last_block
@@ -56,21 +56,6 @@ def test_layer_equals_the_dense_closed_form_forward_and_backward(tiny, adapter, 
     torch.testing.assert_close(got_gradients, expected_gradients, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_masked_components_get_exactly_zero_gradient(tiny, adapter):
-    module = build(tiny, adapter)
-    learn(module)
-    velocity(module, [0.6, 0.9]).square().mean().backward()  # ranks 2 and 1
-    for layer in lora_layers(module.transformer, ADAPTER).values():
-        for parameter in layer.lora_A[ADAPTER].parameters():
-            if parameter.requires_grad:
-                assert (parameter.grad[:2] != 0).any()
-                assert (parameter.grad[2:] == 0).all()
-        up = layer.lora_B[ADAPTER].weight
-        assert (up.grad[:, :2] != 0).any()
-        assert (up.grad[:, 2:] == 0).all()
-
-
 def test_full_mask_is_plain_lora_bitwise(tiny):
     plain = build(tiny, "lora")
     masked = build(tiny, "tlora", "adapter.init_lora_weights=true", "adapter.rank_schedule=constant")
@@ -108,15 +93,13 @@ def delta(transformer, adapter_name, x, gate, timesteps):
     return layer.lora_B[adapter_name](layer.lora_A[adapter_name](x)) * layer.scaling[adapter_name]
 
 
-@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_file_gives_the_same_output_without_the_base_it_was_made_on(tiny, tmp_path, adapter, quantized, monkeypatch):
+def test_file_gives_the_same_output_without_the_base_it_was_made_on(tiny, tmp_path, adapter, monkeypatch):
     module = build(tiny, adapter)
-    if quantized:
-        del module.transformer
-        module.transformer = module.base.load_transformer()
-        quantize(module.transformer)
-        module.adapter.inject(module.transformer)
+    del module.transformer
+    module.transformer = module.base.load_transformer()
+    quantize(module.transformer)
+    module.adapter.inject(module.transformer)
     learn(module)
     export(module, tmp_path / "pytorch_lora_weights.safetensors")
     stock = FluxKontextPipeline.from_pretrained(tiny)

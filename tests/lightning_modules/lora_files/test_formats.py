@@ -1,7 +1,6 @@
 """LoRA files of other programs: each does what it does there."""
 
 import json
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,14 +75,10 @@ def written(path, tensors):
     return LoRAFile(path)
 
 
-REAL = (24, 128, (16, 56, 56))
-
-
-@pytest.mark.parametrize("sizes", [(), pytest.param(REAL, marks=pytest.mark.slow)], ids=["tiny", "real width"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_form_of_file_does_what_its_weights_say(tmp_path, family, sizes):
+def test_every_form_of_file_does_what_its_weights_say(tmp_path, family):
     build, groups, family_class = FAMILIES[family]
-    transformer, dense = build(*sizes), build(*sizes)
+    transformer, dense = build(), build()
     native = draw(transformer, groups)
     ours = of_diffusers(native, groups, transformer)
     before, expected, sum_of_scales = velocity(dense), {}, 0.0
@@ -136,10 +131,9 @@ def test_settings_of_peft_are_followed(tmp_path, peft):
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        *(
-            ("diffusers", name)
-            for name in ("lora_magnitude_vector", "lora_magnitude_vector.default.weight", "magnitude")
-        ),
+        ("diffusers", "lora_magnitude_vector"),
+        ("diffusers", "lora_magnitude_vector.default.weight"),
+        ("diffusers", "magnitude"),
         ("kohya", "dora_scale"),
     ],
 )
@@ -167,13 +161,9 @@ def test_dora_by_all_its_names(tmp_path, form, name):
     assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
 
 
-def test_another_models_file_is_told_by_its_names_or_widths(names, tmp_path):
+def test_another_models_file_is_told_by_its_widths(names, tmp_path):
     path, _ = foreign_file(tmp_path / "wide", "kohya", draw(foreign_files.flux(6), FLUX), {})
-    with pytest.raises(UserError, match=r"does not fit tiny-model: .* is \d+x\d+, in the model \d+x\d+") as raised:
-        LoRAFile(path).match(names["flux"], "tiny-model")
-    assert len(str(raised.value)) < 600
-    path, _ = foreign_file(tmp_path / "qwen", "diffusers", {}, draw(foreign_files.qwen(), QWEN))
-    with pytest.raises(UserError, match=r"img_mlp.net.0.proj is not in the model"):
+    with pytest.raises(UserError, match=r"does not fit tiny-model: .* is \d+x\d+, in the model \d+x\d+"):
         LoRAFile(path).match(names["flux"], "tiny-model")
 
 
@@ -224,13 +214,10 @@ def test_a_dora_whose_update_does_not_reach_all_parts_keeps_their_magnitudes(tmp
     updates = {name: one for name, one in mixed_ranks(names, dora=True).items() if "proj_out" not in name}
     name = next(name for name in updates if name.endswith("to_k"))
     updates[name] = replace(updates[name], up=torch.zeros_like(updates[name].up))
-    for number in range(2):  # and what was read is written again
-        path = tmp_path / f"{number}.safetensors"
-        write(path, updates, {}, format="comfyui", names=names)
-        updates = LoRAFile(path).read(names, "tiny-model")
-        assert updates[name].rank == 1
-        assert not updates[name].up.any()
-        assert updates[name].magnitude is not None
+    write(tmp_path / "x.safetensors", updates, {}, format="comfyui", names=names)
+    found = LoRAFile(tmp_path / "x.safetensors").read(names, "tiny-model")[name]
+    assert not found.up.any()
+    torch.testing.assert_close(found.magnitude, updates[name].magnitude)
 
 
 def test_a_dora_of_strength_0_is_the_base(tmp_path):
@@ -279,55 +266,32 @@ def test_names_in_a_file_are_those_of_its_program(names, model, format, layer, k
     assert alphas == ([torch.tensor(2.0)] if format in ("kohya", "onetrainer") else [])
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    [
-        *("pipe.dit.", "_orig_mod.", "module.", "unet.", "transformer._orig_mod.", "module.transformer."),
-        *("base_model.model.", "model.diffusion_model.", "dit.", "transformer._fsdp_wrapped_module."),
-    ],
-)
-def test_what_wraps_a_model_in_training_is_no_part_of_a_layers_name(names, tmp_path, prefix):
-    update = random_delta(names["flux"], LAYER)
-    file = written(
-        tmp_path / "lora.safetensors",
-        {f"{prefix}{LAYER}.lora_A.weight": update.down, f"{prefix}{LAYER}.lora_B.weight": update.up},
-    )
-    [(layer, found)] = file.read(names["flux"], "flux").items()
-    assert layer == LAYER
-    torch.testing.assert_close(dense(found), dense(update))
-
-
-def test_what_stands_beside_the_layers_is_left_out_and_counted(names, tmp_path, caplog):
-    update, start = random_delta(names["flux"], LAYER), f"transformer.{LAYER}"
-    halves = {f"{start}.lora_A.weight": update.down, f"{start}.lora_B.weight": update.up}
-    beside = {
-        f"{start}.diff_b": torch.ones(64),
-        "diffusion_model.double_blocks.0.img_attn.norm.query_norm.diff": torch.ones(16),
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(2, 4),
-        "text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_up.weight": torch.ones(4, 2),
-    }
-    with caplog.at_level(logging.WARNING, "retouch"):
-        logging.getLogger("retouch").addHandler(caplog.handler)
-        found = written(tmp_path / "a.safetensors", halves | beside).read(names["flux"], "flux")
-        logging.getLogger("retouch").removeHandler(caplog.handler)
-    assert list(found) == [LAYER]
-    for words in ("biases and norms", "text encoders"):
-        assert f"also contains {words}: 2 tensors are ignored" in caplog.text
+TO_K, TO_OUT = "transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_out.0"
 
 
 @pytest.mark.parametrize(
     ("key", "layer"),
     [
-        ("transformer.double_blocks.0.img_attn.qkv.1", "transformer_blocks.0.attn.to_k"),  # former OneTrainer
+        *(
+            (f"{prefix}.{LAYER}", LAYER)
+            for prefix in ("pipe.dit", "_orig_mod", "module.transformer", "model.diffusion_model")
+        ),
+        ("transformer.double_blocks.0.img_attn.qkv.1", TO_K),  # former OneTrainer
         ("transformer_blocks.0.attn.processor.to_q_lora", LAYER),  # T-LoRA's authors
-        ("blocks.0.attn.a_to_out", "transformer_blocks.0.attn.to_out.0"),  # DiffSynth
+        ("blocks.0.attn.a_to_out", TO_OUT),  # DiffSynth
     ],
 )
-def test_former_names_of_other_programs_are_known(names, tmp_path, key, layer):
+def test_other_names_of_a_layer_are_known_and_what_is_no_layer_is_left_out(names, tmp_path, key, layer):
     update = random_delta(names["flux"], layer)
-    ends = ("down.weight", "up.weight") if key.endswith("_lora") else ("lora_down.weight", "lora_up.weight")
-    tensors = dict(zip((f"{key}.{end}" for end in ends), (update.down, update.up), strict=True))
-    [(found, again)] = written(tmp_path / "a.safetensors", tensors).read(names["flux"], "flux").items()
+    down, up = ("down", "up") if key.endswith("_lora") else ("lora_down", "lora_up")
+    halves = {f"{key}.{down}.weight": update.down, f"{key}.{up}.weight": update.up}
+    others = {
+        f"transformer.{layer}.diff_b": torch.ones(64),
+        "diffusion_model.double_blocks.0.img_attn.norm.query_norm.diff": torch.ones(16),
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(2, 4),
+        "text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_up.weight": torch.ones(4, 2),
+    }
+    [(found, again)] = written(tmp_path / "a.safetensors", halves | others).read(names["flux"], "flux").items()
     assert found == layer
     torch.testing.assert_close(dense(again), dense(update))
 

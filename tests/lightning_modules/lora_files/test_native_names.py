@@ -20,17 +20,18 @@ def rows_of(meaning, up, sides):
     return swap_halves(up, meaning.swapped).split([one.out_features for one in sides])
 
 
-def named_natively(names):
+def named_natively(names, natives=None, key="{}", halves=("lora_A", "lora_B")):
     """Build a file of all layers by their native names, and the expected part of each diffusers layer."""
-    assert {layer for layers in names.native.values() for layer in layers} == names.shapes.keys()
+    natives = natives or names.native
     generator = torch.Generator().manual_seed(0)
     state, expected = {}, {}
-    for native, layers in names.native.items():
+    for native, layers in natives.items():
         sides = names.shapes_of(layers)
         down = torch.randn(2, sides[0].in_features, generator=generator)
         up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
-        state |= {f"{native}.lora_A.weight": down, f"{native}.lora_B.weight": up}
-        rows = rows_of(names.meaning(native), up, sides)
+        name = key.format(native.replace(".", "_") if key.endswith("_{}") else native)
+        state |= {f"{name}.{half}.weight": one for half, one in zip(halves, (down, up), strict=True)}
+        rows = rows_of(names.meaning(name), up, sides)
         expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
     return state, expected
 
@@ -39,7 +40,9 @@ def test_native_names_are_those_of_diffusers_converters():
     """Tested at the width that the converters support; they swap the halves of norm_out in both factors."""
     with torch.device("meta"):
         transformer = foreign_files.FluxTransformer2DModel(guidance_embeds=True)
-    state, expected = named_natively(LayerNames(transformer, NATIVE_NAMES))
+    names = LayerNames(transformer, NATIVE_NAMES)
+    state, expected = named_natively(names)
+    assert expected.keys() == names.shapes.keys()
     for block in ("double_blocks.{}.img_attn", "double_blocks.{}.txt_attn", "single_blocks.{}"):
         for number, half in itertools.product(range(38 if "single" in block else 19), ("query", "key")):
             state[f"{block.format(number)}.norm.{half}_norm.scale"] = torch.ones(1)
@@ -83,20 +86,9 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
     }
     natives = names._in_blocks(ZImage.layers.native.read_only)
     same = {name: (name,) for name in names.shapes if not any(name in layers for layers in natives.values())}
-    generator = torch.Generator().manual_seed(0)
-    state, expected = {}, {}
-    for native, layers in (same | natives).items():
-        if native in of_comfyui:
-            assert of_comfyui.pop(native) == layers
-            continue
-        sides = names.shapes_of(layers)
-        down = torch.randn(2, sides[0].in_features, generator=generator)
-        up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
-        flat = f"lora_unet_{native.replace('.', '_')}"
-        state |= {f"{flat}.lora_down.weight": down, f"{flat}.lora_up.weight": up}
-        rows = rows_of(names.meaning(flat), up, sides)
-        expected |= {layer: (down, part) for layer, part in zip(layers, rows, strict=True)}
-    assert not of_comfyui
+    found = same | natives
+    assert {native: found.pop(native) for native in of_comfyui} == of_comfyui
+    state, expected = named_natively(names, found, "lora_unet_{}", ("lora_down", "lora_up"))
     converted = lora_conversion_utils._convert_non_diffusers_z_image_lora_to_diffusers(state)
     assert {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted} == expected.keys()
     for layer, (down, up) in expected.items():

@@ -80,8 +80,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("prefix", ["lycoris_", "transformer.", "diffusion_model.", ""])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "prefix"), zip(KINDS, ["lycoris_", "transformer.", "diffusion_model.", ""], strict=True)
+)
 def test_files_of_lycoris_are_dense_matrices(base, names, tmp_path, kind, prefix):
     state, deltas = {}, {}
     for layer in (*LAYERS, "transformer_blocks.0.ff_context.net.0.proj"):
