@@ -30,7 +30,7 @@ log = logging.getLogger("retouch")
 
 # Placeholder of images in a template.
 PLACE = re.compile(r"\{(\w+)\}")
-LABEL = re.compile(r"(the )?(edit(ing)? )?(instruction|caption|prompt|description|answer)\s*:\s*", re.IGNORECASE)
+LABEL = re.compile(r"^(the )?(edit(ing)? )?(instruction|caption|prompt|description|answer)\s*:\s*", re.IGNORECASE)
 QUOTES = {'"': '"', "'": "'", "“": "”", "\u2018": "\u2019", "«": "»", "`": "`", "*": "*", "_": "_"}
 
 
@@ -42,20 +42,13 @@ class Answer(NamedTuple):
 
 
 def cleaned(answer: str) -> str:
-    """Return an answer as one line, without its reasoning, a label (`Instruction:`), and quotes or stars around it."""
-    text = " ".join(answer.rpartition("</think>")[2].split())
-    while True:
-        bare = LABEL.sub("", text, count=1) if LABEL.match(text) else text
-        end = QUOTES.get(bare[:1])
-        # 'Turn "A" into "B"' keeps its quotes, and so does '"A" becomes "B"'.
-        if end and len(bare) > 1 and bare.endswith(end) and not {bare[0], end} & set(bare[1:-1]):
-            bare = bare[1:-1]
-        elif bare.startswith("**") and bare.count("**") == 2:  # a label or the whole in bold
-            bare = bare.replace("**", "")
-        bare = bare.strip()
-        if bare == text:
-            return text
-        text = bare
+    """Return an answer as one line, without its reasoning, a label (`Instruction:`), bold, and quotes around it."""
+    text = LABEL.sub("", " ".join(answer.rpartition("</think>")[2].replace("**", "").split()))
+    end = QUOTES.get(text[:1])
+    # '"A" becomes "B"' keeps its quotes.
+    if end and len(text) > 1 and text.endswith(end) and not {text[0], end} & set(text[1:-1]):
+        text = text[1:-1]
+    return text.strip()
 
 
 class Captioner:

@@ -5,7 +5,7 @@ from hydra.utils import instantiate
 
 from tests.support.combinations import first
 from tests.support.commands import compose, short
-from tests.support.stored import FORMS, as_parquet, as_tars, picture, write_tar
+from tests.support.stored import FORMS, picture, write_tar
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def _own_data_set_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("form", first(1, ["parquet", "tars", "image folder", "suffixes", "save_to_disk"]))
+@pytest.mark.parametrize("form", first(1, ["parquet", "tars", "suffixes"]))
 def test_trains_from(form, run, tiny, tmp_path):
     """Equal images are encoded once: from the second form on they are in the cache."""
     root = FORMS[form](tmp_path / "mine")
@@ -24,17 +24,6 @@ def test_trains_from(form, run, tiny, tmp_path):
     assert "3 pairs" in text
     assert (tmp_path / "run" / "lora" / "last").is_dir()
     assert "Warning" not in text
-
-
-@pytest.mark.slow
-def test_trains_from_packed_pictures_without_a_cache(run, tiny, tmp_path):
-    """The data workers open the files themselves."""
-    root = as_parquet(tmp_path / "mine")
-    run("train", *short(tiny, root, tmp_path / "run", 2, "pairs"), "data.num_workers=2")
-    root = as_tars(tmp_path / "tars")
-    run("train", *short(tiny, root, tmp_path / "other", 2, "pairs"), "data.num_workers=2")
-    first, second = (tmp_path / name / "lora/last/pytorch_lora_weights.safetensors" for name in ("run", "other"))
-    assert first.stat().st_size == second.stat().st_size
 
 
 def scanned(*overrides):

@@ -1,8 +1,6 @@
 """Rejected pictures: found in every form, seen as their targets are, and known by their content."""
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +12,10 @@ from datamodules.errors import UserError
 from datamodules.images.inspection import Kind, inspect_sample
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
+from datamodules.images.tables import choose_columns
 from datamodules.pairs import collate_pixels
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs, photograph
-from tests.support.stored import write_tar
 
 
 @pytest.fixture
@@ -30,44 +28,12 @@ def root(tmp_path):
     return root
 
 
-def as_table(root, columns):
-    """Write the same samples as a table with these column names."""
-    rows = []
-    for number in range(3):
-        folders = ("control_images", "training_images", "rejected_images")
-        paths = [f"{folder}/{number:02d}.png" for folder in folders]
-        paths[2] = paths[2] if number < 2 else ""
-        rows.append(dict(zip(columns, [*paths, "mirror it"], strict=True)))
-    table = root / "metadata.jsonl"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return table
-
-
-@pytest.mark.parametrize("form", ["folders", "table", "tar"])
-def test_every_form_has_them(root, form):
+def test_folders_and_columns_have_them(root):
+    found = find_samples([Root(root)])
+    assert [one.rejected and one.rejected.name for one in found.samples] == ["00.png", "01.png", None]
     columns = ["source_image", "chosen_image", "rejected_image", "instruction"]
-    place = as_table(root, columns) if form == "table" else root
-    if form == "tar":
-        members = {
-            f"{path.stem}.{name}{path.suffix}": path.read_bytes()
-            for folder, name in (("control", "source"), ("training", "chosen"), ("rejected", "rejected"))
-            for path in sorted((root / f"{folder}_images").glob("*.png"))
-        }
-        texts = {path.name: path.read_bytes() for path in (root / "training_images").glob("*.txt")}
-        place = write_tar(root / "pairs.tar", members | texts)
-    found = find_samples([Root(place)])
-    assert (found.incomplete, len(found.samples)) == ([], 3)
-    contents = [
-        picture.read_bytes() if isinstance(picture, Path) else picture.read()
-        for one in found.samples[:2]
-        for picture in (one.target, one.rejected)
-    ]
-    assert contents == [
-        (root / folder / f"{number:02d}.png").read_bytes()
-        for number in range(2)
-        for folder in ("training_images", "rejected_images")
-    ]
-    assert found.samples[2].rejected is None
+    roles = choose_columns("x", columns, columns[:3], {}, ["control", "target", "prompt"])
+    assert (roles["target"], roles["rejected"]) == (["chosen_image"], ["rejected_image"])
 
 
 def test_a_rejected_picture_alone_is_incomplete(root):

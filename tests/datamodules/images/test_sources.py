@@ -14,7 +14,7 @@ from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.decoding import image_size, verify_image
 from datamodules.images.framing import Framing
 from datamodules.images.sample_set import SampleSet
-from datamodules.images.samples import Found, Root, Sample, Slice, as_roots, with_settings
+from datamodules.images.samples import Found, Root, Sample, as_roots, with_settings
 from datamodules.images.sources import find_samples
 from datamodules.images.windows import Window, load_image
 from tests.support.pictures import make_pairs
@@ -77,9 +77,6 @@ def test_one_data_set_of_two_spellings_has_the_same_images(tmp_path, monkeypatch
     samples = [find_samples([Root(path)]).samples[1] for path in spelled]
     assert len({one.target for one in samples}) == len({one.controls for one in samples}) == 1
     assert str(samples[2].target) == f"{spelled[2].removesuffix('/.')} row 1 edited_image"
-    one = Slice("a", "/cache/x.arrow", 512, 64)
-    others = [("/cache/y.arrow", 512, 64), ("/cache/x.arrow", 513, 64), ("/cache/x.arrow", 512, 63)]
-    assert len({one, Slice("b", "/cache/x.arrow", 512, 64), *(Slice("a", *other) for other in others)}) == 4
 
 
 @pytest.mark.parametrize("kind", ["nothing", "text", "pipe", "table that is a pipe", "table that is lost"])

@@ -131,14 +131,6 @@ def test_a_source_that_is_no_image_makes_no_pairs(tmp_path, source):
     assert (sample.target.name, sample.controls) == ("a.png", ())
 
 
-@pytest.mark.parametrize("missing", ["source_file_name", "edited_file_name", "mask"])
-def test_images_that_are_all_missing_are_named(tmp_path, missing):
-    columns = {"source_file_name": "b.png", "edited_file_name": "a.png", "instruction": "x", "mask": "m.png"}
-    found = find_samples([write(tmp_path, **columns | {missing: "there/no.png"})])
-    assert found.samples == []
-    assert f"row 1: {tmp_path}/there/no.png: No such file or directory" in found.incomplete[0]
-
-
 # Rows.
 
 ROWS = [
@@ -258,10 +250,3 @@ def test_rows_that_lack_an_image_are_incomplete_and_unread_columns_are_named(fol
     rows = [{**row, "depth": "m/1.png", "style_image": "c/2.png", "words": "x"} for row in ROWS]
     [note, *_] = find_samples([write_rows(folder, *rows)]).notes
     assert note.endswith("metadata.jsonl: images of other columns are not read: depth, style_image")
-
-
-def test_a_structured_prompt_is_one_caption(folder):
-    value = {"scene": "a cup of tea", "colors": ["red", "blue"]}
-    assert find_samples([write_rows(folder, {**ROWS[0], "prompt": value})]).samples[0].prompts == (json.dumps(value),)
-    [sample] = find_captioned([write_rows(folder, {"file_name": "t/1.png", "text": ["three"]})], None).samples
-    assert sample.prompts == ("three",)

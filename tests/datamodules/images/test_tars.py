@@ -50,22 +50,6 @@ def test_pictures_with_captions(tmp_path):
     ]
 
 
-STRUCTURED = {"scene": "a cup of tea", "colors": ["red", "blue"], "camera": {"lens": 50}}
-
-
-def test_other_json_is_no_caption_and_a_text_that_is_json_is_one(tmp_path):
-    text = json.dumps(STRUCTURED, indent=1)
-    members = {name: content for name, content in tar_members([0]).items() if not name.endswith(".txt")}
-    both = write_tar(tmp_path / "y.tar", {**members, "0000.json": text.encode(), "0000.caption": b"one\ntwo"})
-    assert find_samples([Root(both)]).samples[0].prompts == ("one", "two")
-    as_text = write_tar(tmp_path / "w.tar", {**members, "0000.txt": text.replace("\n", "\r\n").encode()})
-    assert find_samples([Root(as_text)]).samples[0].prompts == (text,)
-    different = {**members, "0000.json": b'{"caption": "three"}', "0000.TXT": b"one"}
-    found = find_samples([Root(write_tar(tmp_path / "z.tar", {**different, **tar_members([1])}))])
-    assert ([one.key for one in found.samples], len(found.incomplete)) == (["0001"], 1)
-    assert "hold different captions of one image" in found.incomplete[0]
-
-
 def test_folder_of_tars_and_one_key_in_two(tmp_path):
     for name in ("000", "001"):
         write_tar(tmp_path / f"{name}.tar", tar_members([7]))
