@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.memory import compose, loss
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.estimation.flops import mean_seconds
+from lightning_modules.estimation.flops import mean_seconds, step_flops
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import transformer
 from lightning_modules.pretrained.weights import Weights
@@ -72,7 +72,7 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
         peak: FLOP/s of the device.
     """
     device, samples = module.device, len(batch.keys)
-    flops = module.step_flops(batch)
+    flops = step_flops(module.execution, batch.to(torch.device("meta")))
     compiled = module.execution.compile_blocks
     set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask, compiled)
     optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6, fused=True)

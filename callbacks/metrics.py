@@ -18,7 +18,7 @@ from runs.run_folder import RunFolder
 
 COLUMNS = (
     *("step", "loss", "loss_avg", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "data_wait"),
-    *("tflops", "peak_memory_gb", "seconds"),
+    *("peak_memory_gb", "seconds"),
 )
 # Steps of the running mean of the loss.
 WINDOW = 50
@@ -53,11 +53,10 @@ class Metrics(L.Callback):
     - loss: mean of the window; loss_avg: running mean of the last `WINDOW` steps;
     - active_rank: rank of a T-LoRA, the mean over the samples;
     - peak_memory_gb: of steps, without sample images and checkpoints: memory of the GPU, without one of the process;
-    - data_wait: share of the time in which steps waited for data;
-    - tflops: useful work of the transformer, 10^12 operations per second and device.
+    - data_wait: share of the time in which steps waited for data.
 
     Steps leave their figures on the device, and are read back a logging interval at a time. Rates, which are totals of
-    all processes, waiting and work are those of an interval.
+    all processes, and waiting are those of an interval.
     """
 
     def __init__(self, output_dir: str) -> None:
@@ -68,7 +67,7 @@ class Metrics(L.Callback):
         self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
         self._ranks: list[torch.Tensor] = []
-        self._samples = self._tokens = self._flops = 0
+        self._samples = self._tokens = 0
         self._steps: list[_Step] = []
         self._step = 0
         self._lr = 0.0
@@ -117,7 +116,6 @@ class Metrics(L.Callback):
             self._ranks.append(outputs["active_ranks"].float().mean())
         self._samples += len(batch.keys)
         self._tokens += outputs["tokens"]
-        self._flops += outputs["flops"]
         if trainer.global_step == self._step:
             return
         assert pl_module.optimization.grad_norm is not None
@@ -143,19 +141,18 @@ class Metrics(L.Callback):
         if not steps:
             return
         figures = torch.stack([step.figures for step in steps])
-        counts = torch.tensor([self._samples, self._tokens, self._flops], dtype=torch.float64)
-        self._samples = self._tokens = self._flops = 0
+        counts = torch.tensor([self._samples, self._tokens], dtype=torch.float64)
+        self._samples = self._tokens = 0
         if trainer.world_size > 1:
             figures = trainer.strategy.reduce(figures, reduce_op="mean")
             counts = trainer.strategy.reduce(counts.to(module.device), reduce_op="mean").cpu()
-        samples, tokens, flops = counts.tolist()
+        samples, tokens = counts.tolist()
         start, self._interval = self._interval, _Clock.now(trainer, module)
         seconds = self._interval.total - start.total - (self._interval.aside - start.aside)
         rates = {
             "samples_per_second": samples * trainer.world_size / seconds,
             "tokens_per_second": tokens * trainer.world_size / seconds,
             "data_wait": (self._interval.waited - start.waited) / seconds,
-            "tflops": flops / seconds / 1e12,
             "peak_memory_gb": self.peak_memory / 1e9,
         }
         for step, (grad_norm, loss, *rank) in zip(steps, figures.tolist(), strict=True):

@@ -19,7 +19,6 @@ from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
 from lightning_modules.adapters.applied import AppliedLoRAs, TrainingAdapter
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.encoder import Encoder
-from lightning_modules.estimation.flops import StepFlops
 from lightning_modules.execution.blocks import ignored_by_ddp
 from lightning_modules.execution.checkpointing import read_policy
 from lightning_modules.family import Family, Sampling
@@ -97,7 +96,6 @@ class EditModule(L.LightningModule, Family):
         self.objective = objective
         self._optimization = optimization
         self.sampler = Sampler(self, self.base, self.encoder, loras or AppliedLoRAs([]), sampling)
-        self.step_flops = StepFlops(self, self.execution.adapted_meta_transformer, lambda: self.rank_gates)
         # The checkpoint contains the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
 
@@ -206,7 +204,7 @@ class EditModule(L.LightningModule, Family):
     # Training
 
     def training_step(self, batch: RawBatch | LatentBatch, batch_idx: int) -> dict[str, Any]:
-        """Return the loss and, for callbacks, per-sample losses (B,), token and FLOP counts."""
+        """Return the loss and, for callbacks, per-sample losses (B,) and token counts."""
         assert self.objective is not None
         latents = self.encoder.latents(batch, self.flow.caption_dropout_rate > 0 or self.objective.needs_empty_prompt)
         shift = self.base.dynamic_shift(self.geometry.tokens(latents).target)
@@ -218,7 +216,6 @@ class EditModule(L.LightningModule, Family):
             "loss": losses.mean(),
             "losses": losses.detach(),
             "tokens": self.geometry.token_count(latents),
-            "flops": self.step_flops(latents, self.objective.passes(self.global_step)),
             **({"active_ranks": self.rank_gates[0].active_ranks} if self.rank_gates else {}),
         }
 

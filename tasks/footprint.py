@@ -72,7 +72,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     policies = dict.fromkeys([*POLICIES, *([checkpointing] if checkpointing != "auto" else [])])
     encode, decode = autoencoder_peaks(module, models["vae"], data.sizes)
     return Footprint(
-        flops=sample_flops(module, base, module.step_flops, passes, checkpointing, data.sizes),
+        flops=sample_flops(module.execution, passes, checkpointing, data.sizes),
         parameters=sum(p.numel() for p in base.source.meta.parameters()),
         trainable=count,
         batch=heaviest,

@@ -94,7 +94,7 @@ def test_peak_memory_is_that_of_steps(tmp_path, monkeypatch):
     module = mock.Mock(spec=EditModule, device=torch.device("cuda"), rank_gates=[])
     module.base = mock.Mock(dtype=torch.bfloat16, timer=StageTimer())
     module.optimization = mock.Mock(grad_norm=torch.ones(()))
-    outputs = {"losses": torch.ones(1), "tokens": 1, "flops": 1}
+    outputs = {"losses": torch.ones(1), "tokens": 1}
     trainer = mock.Mock(global_step=0, world_size=1, is_global_zero=True, log_every_n_steps=1, loggers=[])
     trainer.train_dataloader.waited = 0.0
     callback, peaks = metrics.Metrics(str(tmp_path)), []
@@ -124,7 +124,6 @@ def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):
         with (folder / "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
         shares.append(float(rows[-1]["data_wait"]))
-        assert all(float(row["tflops"]) > 0 for row in rows)
         monkeypatch.setattr(slow, method, at_once)
     assert shares[0] < 0.3
     assert shares[1] > 0.6

@@ -1,165 +1,27 @@
-"""The useful work of a training step, which is its matrix products counted once each, and the time it takes."""
+"""The useful work of a training step, which is its matrix products, and the time it takes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.benchmark import Timer
+from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
 from datamodules.images.framing import Size
 from datamodules.sizes import Sizes
-from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.family import Family
+from lightning_modules.objectives.objective import ONE, Passes
+from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
-# Token counts of the probe: the digits of a product's row count tell which tokens it is for. Multiples of 32, to which
-# some transformers pad their input; padding is not useful work.
-TEXT, TARGET, CONTROL = 2**5, 2**12, 2**19
 # Share of the peak of matrix products that training reaches: usual for large transformers, not measured by us.
 UTILISATION = 0.4
 # FLOP/s of dense bf16 products, from NVIDIA's data sheets.
 CARDS = {"an RTX 4090": 165e12, "an H100": 989e12}
 # A caption of usual length, for families whose prompts are not padded.
 CAPTION = 80 * "x"
-
-
-class Passes(NamedTuple):
-    """Passes of a sample through the transformer in a step.
-
-    Attributes:
-        training: forward and backward; the activations of all are in memory together.
-        forward: without gradient.
-    """
-
-    training: int = 1
-    forward: int = 0
-
-
-ONE = Passes()
-
-
-class Tokens(NamedTuple):
-    """Token counts of a sample; or a product's rows for each token of a kind, and for each sample."""
-
-    text: int
-    target: int
-    control: int
-    sample: int = 1
-
-    def rows(self, each: "Tokens") -> int:
-        """Return all rows of a product."""
-        return sum(own * factor for own, factor in zip(self, each, strict=True))
-
-
-class Product(NamedTuple):
-    """A matrix product of a sample, or the two products of attention."""
-
-    rows: Tokens  # for each token of a kind, and for the sample
-    sides: tuple[int, int]  # of the weight, (in, out); of attention (width of all heads, 0)
-    keys: Tokens | None  # of attention, the tokens attended to
-    input_gradient: bool  # whether it is computed
-    weight_gradient: bool
-
-    def forward(self, tokens: Tokens) -> int:
-        """Return the FLOPs of a sample; a multiplication and an addition are two."""
-        if self.keys is not None:  # queries with keys, then weights with values
-            return 4 * tokens.rows(self.rows) * tokens.rows(self.keys) * self.sides[0]
-        return 2 * tokens.rows(self.rows) * self.sides[0] * self.sides[1]
-
-    def backward(self, tokens: Tokens) -> int:
-        """Return the FLOPs of its gradients, without the recomputation in attention kernels."""
-        if self.keys is not None:
-            return 2 * self.forward(tokens) * self.input_gradient
-        return self.forward(tokens) * (self.input_gradient + self.weight_gradient)
-
-
-class StepFlops:
-    """A model's products, recorded once on the meta device: the work of any batch is then a sum.
-
-    Args:
-        transformer: builds the transformer on the meta device, with its adapter.
-        rank_gates: returns the adapter's gates, which must be open in a forward pass.
-    """
-
-    def __init__(
-        self, family: Family, transformer: Callable[[], Any], rank_gates: Callable[[], Sequence[RankGate]]
-    ) -> None:
-        self._family, self._transformer, self._rank_gates = family, transformer, rank_gates
-
-    @cached_property
-    def products(self) -> list[Product]:
-        """The products of one sample."""
-        recorder, family, transformer = _Recorder(), self._family, self._transformer()
-        channels, patch = family.geometry.channels(transformer.config), family.geometry.patch
-        target, control = (
-            torch.empty(1, channels, patch * side, patch * tokens // side, device="meta")
-            for side, tokens in ((2**6, TARGET), (2**9, CONTROL))
-        )
-        controls = [] if family.condition_images.most == 0 else [control]
-        shapes = family.prompt_shapes(transformer.config, "", [(16, 16)] * len(controls))
-        prompt = {
-            name: torch.empty(1, *((TEXT, *shape[1:]) if len(shape) > 1 else shape), device="meta")
-            for name, shape in shapes.items()
-        }
-        for gate in self._rank_gates():
-            gate.factors = torch.ones(1, gate.rows, device="meta")
-        with recorder:
-            family.velocity(transformer.float(), target, torch.empty(1, device="meta"), controls, prompt)
-        for gate in self._rank_gates():
-            gate.factors = None
-        return recorder.products
-
-    def forward(self, tokens: Tokens) -> int:
-        """Return the FLOPs of a sample's forward pass."""
-        return sum(product.forward(tokens) for product in self.products)
-
-    def of_sample(self, tokens: Tokens) -> int:
-        """Return the FLOPs of a sample, forward and backward."""
-        return sum(product.forward(tokens) + product.backward(tokens) for product in self.products)
-
-    def __call__(self, batch: LatentBatch, passes: Passes = ONE) -> int:
-        """Return the FLOPs of a step, each pass counted with the samples' own prompts and the adapter."""
-        tokens = Tokens(*self._family.geometry.tokens(batch))
-        forward = passes.forward * self.forward(tokens) if passes.forward else 0
-        return len(batch.keys) * (passes.training * self.of_sample(tokens) + forward)
-
-
-class _Recorder(TorchFunctionMode):
-    """A mode that records the products of one sample's forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products: list[Product] = []
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is F.linear:
-            x, weight = args[:2]
-            rows = _rows(x.numel() // x.shape[-1])
-            sides = (weight.shape[1], weight.shape[0])
-            self.products.append(Product(rows, sides, None, x.requires_grad, weight.requires_grad))
-        elif function is F.scaled_dot_product_attention:
-            inputs = dict(zip(("query", "key"), args, strict=False)) | dict(kwargs)
-            query, key = inputs["query"], inputs["key"]
-            width = query.shape[1] * query.shape[-1]
-            rows, keys = _rows(query.shape[-2]), _rows(key.shape[-2])
-            self.products.append(Product(rows, (width, 0), keys, query.requires_grad or key.requires_grad, False))
-        return function(*args, **kwargs)
-
-
-def _rows(count: int) -> Tokens:
-    """Split a row count of the probe into rows for each token of a kind, and for the sample."""
-    control, rest = divmod(count, CONTROL)
-    target, rest = divmod(rest, TARGET)
-    text, sample = divmod(rest, TEXT)
-    return Tokens(text, target, control, sample)
 
 
 def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, caption: str) -> LatentBatch:
@@ -189,20 +51,46 @@ def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, ca
     )
 
 
-def sample_flops(
-    family: Family, base: FrozenBase, step_flops: StepFlops, passes: Passes, checkpointing: str, sizes: Sizes
-) -> float:
+def step_flops(execution: Execution, batch: LatentBatch, passes: Passes = ONE) -> int:
+    """Count the FLOPs of a training step on the meta device.
+
+    Args:
+        batch: on the meta device.
+        passes: of each sample; all but forward passes have gradients.
+    """
+    transformer, target = execution.adapted_meta_transformer().float(), batch.target_mean
+    assert target is not None
+    for gate in execution.rank_gates:
+        gate.factors = torch.ones(len(target), gate.rows, device="meta")
+    t = torch.empty(len(target), device="meta")
+    latents = [latent.float() for latent in (target, *batch.controls)]
+    with FlopCounterMode(display=False) as counter:
+        velocity = execution.family.velocity(transformer, latents[0], t, latents[1:], batch.prompt)
+        forward = counter.get_total_flops()
+        velocity.sum().backward()
+    return passes.training * counter.get_total_flops() + passes.forward * forward
+
+
+def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes: Sizes) -> float:
     """Return the FLOPs of a training step with one sample, the mean over samples of these sizes.
+
+    The smallest and the largest size are counted. Work per token grows linearly with the tokens that attend to it.
 
     Args:
         passes: of the objective.
         checkpointing: the gradient checkpointing policy; all but `none` compute the forward pass again.
     """
-    counts = sizes.counts()
     if checkpointing != "none":
         passes = passes._replace(forward=passes.forward + passes.training)
-    flops = {size: step_flops(empty_latents(family, base, size, 1, CAPTION), passes) for size in counts}
-    return sum(count * flops[size] for size, count in counts.items()) / len(sizes)
+    family, counts = execution.family, sizes.counts()
+    batches = {size: empty_latents(family, execution.base, size, 1, CAPTION) for size in counts}
+    tokens = {size: family.geometry.token_count(batch) for size, batch in batches.items()}
+    ends = sorted({min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)}, key=tokens.__getitem__)
+    least, most = ends[0], ends[-1]
+    per_token = {size: step_flops(execution, batches[size], passes) / tokens[size] for size in ends}
+    slope = (per_token[most] - per_token[least]) / max(1, tokens[most] - tokens[least])
+    work = {size: n * (per_token[least] + slope * (n - tokens[least])) for size, n in tokens.items()}
+    return sum(count * work[size] for size, count in counts.items()) / len(sizes)
 
 
 def duration(flops: float, peak: float) -> str:

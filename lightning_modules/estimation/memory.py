@@ -20,9 +20,10 @@ from datamodules.images.framing import Size
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
-from lightning_modules.estimation.flops import ONE, Passes, empty_latents
+from lightning_modules.estimation.flops import empty_latents
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.family import Family
+from lightning_modules.objectives.objective import ONE, Passes
 from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 

@@ -14,10 +14,9 @@ from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
 from datamodules.images.framing import Size
 from lightning_modules.adapters.adapter import Adapter
-from lightning_modules.estimation.flops import Passes
 from lightning_modules.family import Family
 from lightning_modules.flow import Noised, area_weights, drop_captions, flow_loss, mean_over_positions
-from lightning_modules.objectives.objective import Objective
+from lightning_modules.objectives.objective import Objective, Passes
 from lightning_modules.prepare import Denoiser
 
 log = logging.getLogger("retouch")

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,10 +11,24 @@ from datamodules.errors import UserError
 from datamodules.images.framing import Size
 from datamodules.images.samples import Sample
 from lightning_modules.adapters.adapter import Adapter
-from lightning_modules.estimation.flops import Passes
 from lightning_modules.family import Family
 from lightning_modules.flow import Noised
 from lightning_modules.prepare import Denoiser
+
+
+class Passes(NamedTuple):
+    """Passes of a sample through the transformer in a step.
+
+    Attributes:
+        training: forward and backward; the activations of all are in memory together.
+        forward: without gradient.
+    """
+
+    training: int = 1
+    forward: int = 0
+
+
+ONE = Passes()
 
 
 class Objective(ABC):

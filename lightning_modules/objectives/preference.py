@@ -9,9 +9,8 @@ from datamodules.batch import LatentBatch
 from datamodules.errors import UserError, listing
 from datamodules.images.framing import Size
 from datamodules.images.samples import Sample
-from lightning_modules.estimation.flops import Passes
 from lightning_modules.flow import Noised, area_weights, mean_over_positions, velocity_target
-from lightning_modules.objectives.objective import Objective
+from lightning_modules.objectives.objective import Objective, Passes
 from lightning_modules.prepare import Denoiser
 
 

@@ -83,7 +83,6 @@ def build(repositories, cuda, model, quantization, adapter, streamed):
     with cuda.configuring():
         module.configure_model()
     module.flow.caption_dropout_rate = 0.5
-    module.step_flops = lambda *_: 0
     module.base.components["scheduler"]
     return module
 

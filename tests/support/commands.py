@@ -81,9 +81,9 @@ def run_here(script: str, *overrides: str) -> Outcome:
         arguments = mock.patch.object(sys, "argv", [f"{script}.py", *map(str, overrides)])
         # Hydra would compose all settings a second time to find the mode, which no YAML sets.
         mode = mock.patch.object(Hydra, "get_mode", return_value=None)
-        from tests.support.composition import known_files, known_steps
+        from tests.support.composition import known_files
 
-        with environment, arguments, mode, known_steps(), known_files(), captured(output.name):
+        with environment, arguments, mode, known_files(), captured(output.name):
             try:
                 importlib.import_module(script).main()
             except SystemExit as stop:

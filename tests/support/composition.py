@@ -6,7 +6,7 @@ run its products, and that diffusers loads a file of these shapes.
 
 import copy
 from collections.abc import Callable, Hashable
-from functools import cache, cached_property, wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,25 +65,6 @@ def keep_compositions() -> None:
         return _once(str(path), lambda: load(path)) if f"file://{path}".startswith(CONF) else load(path)
 
     OmegaConf.load = staticmethod(load_once)
-
-
-def known_steps() -> mock._patch:
-    """Return a patch by which equal models have their products recorded once."""
-    from lightning_modules.estimation.flops import StepFlops
-
-    record, known = StepFlops.products.func, _results.setdefault("products", {})
-
-    def products(self):
-        execution = self._transformer.__self__
-        adapter = {name: value for name, value in vars(execution.adapter).items() if not name.startswith("_")}
-        key = repr((type(self._family), execution.base.source.config(), type(execution.adapter), adapter))
-        if key not in known:
-            known[key] = record(self)
-        return known[key]
-
-    kept = cached_property(products)
-    kept.__set_name__(StepFlops, "products")
-    return mock.patch.object(StepFlops, "products", kept)
 
 
 def known_files() -> mock._patch:

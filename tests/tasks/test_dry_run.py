@@ -61,6 +61,7 @@ def test_plan_names_all_that_takes_memory(run, pairs, tmp_path, model):
     assert re.search("5 (pairs|images) of", outcome.text)
     for part in ("weights", "LoRA", "optimizer", "activations", "gradient checkpointing", "host", "disk"):
         assert part in outcome.text
+    assert ".weight" not in outcome.text, "layers, not parameters, are listed"
     assert not (tmp_path / "out").exists()
 
 

@@ -1,53 +1,45 @@
-"""The work of a step against torch's own counter."""
+"""The work of a step, counted without weights, against the counted work of a real step."""
 
 import pytest
-from hydra.utils import instantiate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_modules.estimation.flops import Tokens
-from tests.support.combinations import first
-from tests.support.commands import compose
+from datamodules.batch import LatentBatch
+from datamodules.sizes import Sizes
+from lightning_modules.estimation.flops import CAPTION, empty_latents, sample_flops, step_flops
+from lightning_modules.objectives.objective import Passes
 from tests.support.steps import family, inputs
 from tests.support.tiny_adapters import build, learn
 from tests.support.tiny_adapters import velocity as of
 from tests.support.tiny_pipelines import every_model
 
 
-def counted(module, *arguments):
-    """Forward, and forward and backward; attention as products, which the counter knows."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        velocity = module.denoise(*arguments)
-        forward = counter.get_total_flops()
-        velocity.square().mean().backward()
-    return forward, counter.get_total_flops()
-
-
-@pytest.mark.parametrize("targets", first(1, ["all-linear", "[to_q,to_k,to_v,to_out.0]"]))
+@pytest.mark.parametrize("settings", [[], ["adapter.target_modules=all-linear"]], ids=str)
 @every_model
-def test_counts_are_those_of_torch(repositories, model, targets):
-    settings = [f"adapter.target_modules={targets}", "model.gradient_checkpointing=none"]
-    module = family(repositories, model, *settings)
-    x_t, t, controls, prompt = inputs(module, samples=1, width=16, text=32)  # 32 tokens each, which nobody pads
+def test_counts_are_those_of_a_step(repositories, model, settings):
+    """Attention in a step computes as products, which torch's counter knows."""
+    module = family(repositories, model, *settings, "model.gradient_checkpointing=none")
+    arguments = inputs(module, samples=1, width=16, text=32)  # 32 tokens each, which nobody pads
+    x_t, _, controls, prompt = arguments
     prompt.pop("prompt_embeds_mask", None)
-    flops = module.step_flops
-    tokens = Tokens(32, 32, 16 * len(controls))
-    forward, both = counted(module, x_t, t, controls, prompt)
-    assert flops.forward(tokens) == forward
-    assert flops.of_sample(tokens) == both
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module.denoise(*arguments).square().mean().backward()
+    meta = {name: tensor.to("meta") for name, tensor in prompt.items()}
+    batch = LatentBatch([""], [0], x_t.to("meta"), None, [control.to("meta") for control in controls], meta, {})
+    assert step_flops(module.execution, batch) == counter.get_total_flops()
 
 
-def test_full_fine_tuning_counts_its_weight_gradients(repositories):
-    path = f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"
-    configs = (compose("train", "model=flux_kontext", path, f"adapter={adapter}") for adapter in ("lora", "full"))
-    lora, full = (instantiate(cfg.model, _convert_="all").step_flops for cfg in configs)
-    tokens = Tokens(16, 4096, 4096)
-    assert full.forward(tokens) < lora.forward(tokens)
-    # A weight gradient for each product but those of attention, and no input gradient of the very first.
-    linear = sum(p.forward(tokens) for p in full.products if p.keys is None)
-    first = sum(p.forward(tokens) for p in full.products if not p.input_gradient)
-    attention = sum(p.forward(tokens) for p in full.products if p.keys is not None)
-    assert full.of_sample(tokens) == 3 * linear - first + 3 * attention
+def test_work_of_sizes_between_is_interpolated(repositories):
+    module = family(repositories, "flux_kontext")
+    kinds = [(((side, side), (side, side)), ()) for side in (256, 512, 1024)]
+    exact = [
+        step_flops(module.execution, empty_latents(module, module.base, kind, 1, CAPTION), Passes(1, 1))
+        for kind in kinds
+    ]
+    found = [
+        sample_flops(module.execution, Passes(), "full", Sizes.of([*kinds, kind])) * 4 - sum(exact) for kind in kinds
+    ]
+    assert found == pytest.approx(exact, rel=0.02)
 
 
 def test_the_dial_computes_again_what_it_says(tiny):
