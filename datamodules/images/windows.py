@@ -131,8 +131,12 @@ class ConditionImages:
     def size(self, width: int, height: int, max_area: int | None = None) -> Sides:
         """Return the (width, height) that the autoencoder sees, of at most about `max_area` pixels."""
         if self.vae_image_size is not None:
-            return size_of_area(width, height, min(self.vae_image_size, max_area or self.vae_image_size))
+            return self._of_area(width, height, min(self.vae_image_size, max_area or self.vae_image_size))
         return floor_size(*self._bounded(width, height, max_area))
+
+    def _of_area(self, width: int, height: int, area: int) -> Sides:
+        """Return sides of about `area` pixels in the same proportions, rounded as in the pipeline; LongCat's differ."""
+        return size_of_area(width, height, area)
 
     def _bounded(self, width: int, height: int, max_area: int | None = None) -> Sides:
         if self.most_area is not None:
