@@ -4,7 +4,6 @@ python benchmarks/shard_reading.py --rounds 5
 """
 
 import argparse
-import itertools
 import shutil
 import statistics
 import tempfile
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -95,23 +93,6 @@ def measure(loader: Iterable[Any], batch_size: int, draws: int) -> float:
     return draws // batch_size * batch_size / (time.perf_counter() - start)
 
 
-def memory(cache: Cache, rows: int) -> str:
-    """Return this process's memory during an epoch over an index of `rows`."""
-    known = list(cache.rows())
-    samples = [row for row in known if "key" in row]
-    many = ({**samples[number % len(samples)], "id": str(number)} for number in range(rows))
-    index = ShardIndex(itertools.chain((row for row in known if "key" not in row), many))
-    read = LatentReader(Folder(cache.folder), index, range(rows), index.keys, empty_prompt=False)
-    sampler = SizeBatchSampler(index.sizes, 1, seed=0)
-    held = {}
-    for number, _ in enumerate(in_threads(read, sampler), 1):
-        if number in (rows // 20, rows // 2, rows):
-            held[number] = psutil.Process().memory_info().rss / 1e6
-        if number == rows:
-            break
-    return ", ".join(f"{size:.0f} MB after {number:,} samples" for number, size in held.items())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -138,7 +119,6 @@ def main() -> None:
         for name, rates in results.items():
             ratio = statistics.median(a / b for a, b in zip(rates, results["sequential read"], strict=True))
             print(f"{name:24} {statistics.median(rates):6.0f} samples/s  {ratio:.2f}")
-        print(f"resident memory, index of 20,000 rows: {memory(cache, 20_000)}")
     finally:
         shutil.rmtree(folder)
 

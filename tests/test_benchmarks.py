@@ -60,7 +60,7 @@ def dies(bench, facts): os.kill(os.getpid(), signal.SIGSEGV)
 def hangs(bench, facts): time.sleep(600)
 def finds(bench, facts): return ["this is wrong", "so is that"]
 
-changed = {"offload_blocks": dies, "ortho_tlora": raises, "bases": hangs, "block": finds}
+changed = {"offload_blocks": dies, "ortho_tlora": raises, "bases": hangs, "kernels": finds}
 PARTS |= {name: PARTS[name]._replace(run=f"__main__:{one.__name__}") for name, one in changed.items()}
 PARTS["bases"] = PARTS["bases"]._replace(limit=1)
 status = gpu_check.main()
@@ -70,7 +70,7 @@ assert status == 1, status
 
 def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(tmp_path):
     output = tmp_path / "results.json"
-    chosen = ["offload_blocks", "scaled_mm", "ortho_tlora", "bases", "block"]
+    chosen = ["offload_blocks", "scaled_mm", "ortho_tlora", "bases", "kernels"]
     done = run_code(GPU_CHECK + SABOTAGE, "--tiny", "--output", str(output), "--only", *chosen)
     result, table = read(output)
     assert list(result["results"]) == chosen
@@ -82,8 +82,8 @@ def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(tmp_path)
         "offload_blocks: its process ended with status -11, see the log",
         "ortho_tlora: RuntimeError: CUDA error: an illegal memory access",
         "bases: not done after 1 s",
-        "block: this is wrong",
-        "block: so is that",
+        "kernels: this is wrong",
+        "kernels: so is that",
     ]
     assert done.stdout.splitlines()[-6:] == ["failed:", *lines]
     assert all(f"- {line}\n" in table for line in lines)

@@ -15,47 +15,33 @@ from lightning_modules.timing import StageTimer
 from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.losses import EVERYTHING
-from tests.support.tiny_pipelines import every_model
 
 SETTINGS = ["trainer.log_every_n_steps=4", "save_every=0", "data.batch_size=2", "data.caption_dropout_rate=0.3"]
 
 
 @pytest.mark.parametrize(
     "more",
-    first(
-        2,
+    [
         [
-            [
-                "adapter=tlora",
-                "model.dtype=bfloat16",
-                "model/quantization=fp8",
-                "trainer.accumulate_grad_batches=2",
-                "ema.half_life=9",
-                "model.offload.activations=true",
-                "+trainer.gradient_clip_algorithm=value",
-            ],
-            [*EVERYTHING, "objective.preserve.every=2"],
-            ["adapter=lora"],
-            ["adapter=tlora", "model.gradient_checkpointing=selective"],
+            "adapter=tlora",
+            "model.dtype=bfloat16",
+            "model/quantization=fp8",
+            "trainer.accumulate_grad_batches=2",
+            "ema.half_life=9",
+            "model.offload.activations=true",
+            "+trainer.gradient_clip_algorithm=value",
         ],
-    ),
+        [*EVERYTHING, "objective.preserve.every=2"],
+    ],
 )
 def test_no_step_waits_for_the_device_between_two_readings(run, tiny, pairs, tmp_path, watch, more):
-    run("train", *short(tiny, pairs, tmp_path / "run", 6), *SETTINGS, *more)
-    assert list(watch.found) == list(range(1, 7))
+    run("train", *short(tiny, pairs, tmp_path / "run", 5), *SETTINGS, *more)
+    assert list(watch.found) == [1, 2, 3, 4, 5]
     waits = {step for step, found in watch.found.items() if found}
-    assert waits == {1, 4, 6}, watch.found
+    assert waits == {1, 4, 5}, watch.found
 
 
-@every_model
-def test_no_family_waits_for_the_device(run, arguments, tmp_path, watch, model):
-    run("train", *arguments(model, tmp_path / "run", 3, "trainer.log_every_n_steps=3", "data.batch_size=2"))
-    # diffusers' transformer of Qwen-Image-Edit-2511 makes a list of its tokens' kinds in each forward.
-    expected = ["numbers of the host"] if model == "qwen_image_edit_plus" else []
-    assert watch.found[2] == expected
-
-
-@pytest.mark.parametrize("waiting", first(1, ["item", "to", "cpu", "bool"]))
+@pytest.mark.parametrize("waiting", first(1, ["item", "to"]))
 def test_the_watch_sees_what_waits(run, tiny, pairs, tmp_path, watch, monkeypatch, waiting):
     losses = FlowMatchingObjective.losses
 
@@ -64,7 +50,7 @@ def test_the_watch_sees_what_waits(run, tiny, pairs, tmp_path, watch, monkeypatc
         if waiting == "to":
             torch.zeros(1).to(result.device)
         else:
-            {"item": lambda x: x.item(), "cpu": torch.Tensor.cpu, "bool": bool}[waiting](result.mean())
+            result.mean().item()
         return result
 
     monkeypatch.setattr(FlowMatchingObjective, "losses", waits)

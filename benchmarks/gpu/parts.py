@@ -76,7 +76,7 @@ PARTS = {
     "ortho_tlora": Part(f"{HERE}.steps.ortho_tlora", 60, 10),
     "offload_activations": Part(f"{HERE}.offloading.activations", 60, 10),
     "bases": Part(f"{HERE}.steps.bases", 90, 15),
-    "block": Part(f"{HERE}.products.block", 60, 10),
+    "kernels": Part(f"{HERE}.products.kernels", 60, 10),
     "compile": Part(f"{HERE}.program.compiled", 120, 40),
     "attention": Part(f"{HERE}.steps.attention", 60, 10),
     "resume": Part(f"{HERE}.program.resumed", 120, 30),

@@ -1,6 +1,4 @@
-"""Products on fp8 tensor cores, alone and within a block of FLUX's widths."""
-
-from typing import Any
+"""Products on fp8 tensor cores, and fused kernels."""
 
 import torch
 from torch import Tensor
@@ -56,39 +54,9 @@ def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
     return wrong
 
 
-def block(bench: Bench, facts: Facts) -> list[str]:
-    """A single block of FLUX with its adapter: bf16 and fp8, forward and backward.
-
-    Fused kernels give what PyTorch's own give.
-    """
-    tokens = bench.size(8704, 64)
-    for precision in ("bf16", "fp8"):
-        module = bench.module(precision, depth=1)
-        transformer = module.transformer
-        width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
-        run, head = transformer.single_transformer_blocks[0], transformer.config.attention_head_dim
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, device=bench.device, dtype=torch.bfloat16)
-
-        x, text, temb = random(1, tokens - 32, width).requires_grad_(), random(1, 32, width), random(1, width)
-        rotary = torch.ones(tokens, head, device=bench.device), torch.zeros(tokens, head, device=bench.device)
-
-        def forward(run: Any = run, x: Tensor = x, text: Tensor = text, temb: Any = temb, rotary: Any = rotary) -> Any:
-            with torch.autocast(bench.device.type, torch.bfloat16):
-                return run(x, text, temb, rotary)
-
-        def both(forward: Any = forward) -> None:
-            forward()[1].sum().backward()
-
-        facts[precision] = {"forward_ms": _ms(bench, forward), "forward_backward_ms": _ms(bench, both)}
-        del module, transformer, run, forward, both
-        bench.free()
-    return _differences(bench.device)
-
-
-def _differences(device: torch.device) -> list[str]:
-    """Return where the kernels in use differ from PyTorch's operators, for all byte values."""
+def kernels(bench: Bench, facts: Facts) -> list[str]:
+    """Compare the fused kernels with PyTorch's operators, for all byte values."""
+    device = bench.device
     count = torch.arange(200_000, device=device)
     scale = torch.linspace(1e-4, 3, 200, device=device)[:, None]
     wrong = []
@@ -101,7 +69,3 @@ def _differences(device: torch.device) -> list[str]:
         if not torch.equal(transposed(weight).view(torch.uint8), weight.view(torch.uint8).t()):
             wrong.append(f"another transpose of {kind}")
     return wrong
-
-
-def _ms(bench: Bench, run: Any) -> float:
-    return round(1000 * bench.seconds(run, 10), 4)

@@ -27,7 +27,6 @@ def joined(monkeypatch):
     ("environment", "overrides", "expected"),
     [
         (TORCHRUN, [], (8, 2)),
-        (TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, [], (1, 1)),
         (SRUN, [], (4, 2)),
         (SRUN, FOUR_BY_TWO, (4, 2)),
         ({}, [], (1, 1)),

@@ -1,34 +1,11 @@
-"""Components: loading, keeping, timing."""
+"""The cache of encoded prompts."""
 
 import torch
 
 from lightning_modules.encoder import PromptCache
-from lightning_modules.pretrained.components import Components
 from lightning_modules.timing import StageTimer
 
 CPU = torch.device("cpu")
-
-
-def components(tiny):
-    return Components(str(tiny), None, torch.float32, {"vae": None, "text_encoder": None}, lambda: CPU, StageTimer())
-
-
-def test_only_what_is_asked_for_is_loaded_and_it_can_be_let_go(tiny):
-    parts = components(tiny)
-    vae = parts["vae"]
-    assert parts["vae"] is vae
-    assert parts.models() == {"vae": vae}
-    parts.release("vae", "text_encoder")
-    assert parts.models() == {}
-    assert parts.timer.seconds["load"] > 0
-
-
-def test_a_stage_within_another_is_not_counted_twice(monkeypatch):
-    watch = StageTimer()
-    monkeypatch.setattr(watch, "_now", iter([0.0, 1.0, 6.0, 10.0]).__next__)
-    with watch.stage("outer"), watch.stage("inner"):
-        pass
-    assert watch.seconds == {"inner": 5.0, "outer": 5.0}
 
 
 def test_prompts_are_encoded_once_and_alone_and_the_oldest_forgotten():

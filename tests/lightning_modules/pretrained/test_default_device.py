@@ -21,7 +21,6 @@ RANK = "adapter.rank=4"
 ORTHO = ["adapter=ortho_tlora", RANK]
 VARIANTS = {
     "offloaded_nf4": [*ORTHO, "model.offload.blocks=4", "model/quantization=fp4", "model.quantization.format=nf4"],
-    "compiled": ["adapter=tlora", RANK, "model.compile=true", "model.gradient_checkpointing=selective"],
     "text_encoders": ["adapter=full", "adapter.text_encoders=true"],
 }
 

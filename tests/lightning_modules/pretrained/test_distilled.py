@@ -31,29 +31,25 @@ def copy(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "distilled"),
+    ("name", "file", "values", "expected"),
     [
-        (["Z-Image-Turbo", "FLUX.1-schnell", "Qwen-Image-Lightning", "klein_distilled", "turbo4"], True),
-        (["hyper-realistic-flux", "FLUX.1-Kontext-dev", "FLUX.2-klein-base-4B", "turbocharged", "superturbo"], False),
+        ("Z-Image-Turbo", "model_index.json", {}, "Turbo in its name"),
+        ("klein_distilled", "model_index.json", {}, "distilled in its name"),
+        ("hyper-realistic-flux", "model_index.json", {}, None),
+        ("turbocharged", "model_index.json", {}, None),
+        ("one", "transformer/config.json", {"is_distilled": True}, "is_distilled in the transformer's config.json"),
+        ("one", "model_index.json", {"_name_or_path": "/hyper/FLUX.1-schnell"}, "schnell in its name"),
+        ("one", "model_index.json", {"is_distilled": False, "_name_or_path": "/turbo/FLUX.1-dev"}, None),
     ],
 )
-def test_by_its_name_in_whole_words(tiny, tmp_path, names, distilled):
-    for name in names:
-        (tmp_path / name).symlink_to(tiny)
-        assert (sign(tmp_path / name) is not None) == distilled
+def test_by_its_name_in_whole_words_and_by_its_files(copy, name, file, values, expected):
+    assert sign(copy(name, file, **values)) == expected
 
 
-@pytest.mark.parametrize(
-    ("file", "values", "expected"),
-    [
-        ("model_index.json", {"is_distilled": True}, "is_distilled in model_index.json"),
-        ("transformer/config.json", {"is_distilled": True}, "is_distilled in the transformer's config.json"),
-        ("model_index.json", {"_name_or_path": "/hyper/FLUX.1-schnell"}, "schnell in its name"),
-        ("model_index.json", {"is_distilled": False, "_name_or_path": "/turbo/FLUX.1-dev"}, None),
-    ],
-)
-def test_by_its_files(copy, file, values, expected):
-    assert sign(copy("one", file, **values)) == expected
+@pytest.mark.parametrize("model", ["flux_dev", "qwen_image_edit_plus"])
+def test_known_bases_are_not_distilled(model):
+    with without_network(compose("train", f"model={model}").model) as module:
+        assert module.base.sign_of_distillation() is None
 
 
 def test_the_transformer_counts_that_trains(tiny, copy):
@@ -62,15 +58,6 @@ def test_the_transformer_counts_that_trains(tiny, copy):
     assert sign(turbo, f"model.transformer_name_or_path={tiny}") is None
     assert sign(tiny, f"model.transformer_name_or_path={turbo}")
     assert sign(turbo, f"model.transformer_name_or_path={tiny}/transformer")
-
-
-@pytest.mark.parametrize("model", ["flux_kontext", "flux_dev", "qwen_image_edit", "qwen_image_edit_plus", "embedded"])
-def test_known_bases_are_not_distilled_unless_renamed(model):
-    """Real names and configurations are tested; FLUX.1's guidance was distilled, its steps were not."""
-    with without_network(compose("train", f"model={model}").model) as module:
-        assert module.base.sign_of_distillation() is None
-        module.base.name = "owner/FLUX.1-turbo"
-        assert module.base.sign_of_distillation() == "turbo in its name"
 
 
 @pytest.mark.slow

@@ -30,15 +30,6 @@ def test_model_loaded_alone_equals_the_pipelines(tiny, stock, name):
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
 
 
-def test_tokenizers_and_scheduler_loaded_alone_equal_the_pipelines(tiny, stock):
-    text = ["make it snow", "What's THIS? 42", ""]
-    arguments = {"padding": "max_length", "max_length": 20, "truncation": True}
-    for name in ("tokenizer", "tokenizer_2"):
-        assert load_component(str(tiny), name)(text, **arguments) == getattr(stock, name)(text, **arguments)
-    assert dict(load_component(str(tiny), "scheduler").config) == dict(stock.scheduler.config)
-    assert load_component(str(tiny), "vae", dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
 def test_transformer_may_come_from_a_repository_of_its_own(tiny, stock, tmp_path):
     stock.transformer.save_pretrained(tmp_path)
     for repository in (tmp_path, tiny):

@@ -119,13 +119,12 @@ def test_layers_are_loaded_as_they_are(checkpoint, source):
     assert kept == on_disk
 
 
-def test_settings_do_not_quantize_what_is_quantized(checkpoint, caplog):
-    folder, format = checkpoint
-    other = "fp8" if format in ("fp4", "nf4") else "nf4"
-    source = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization(other), 0)
-    assert source.load(CPU).get_submodule(LAYER).storage.startswith(format)
-    assert source.precision == source.expected_precision == format
-    assert f"is {format} on disk: model.quantization.format={other} is ignored" in caplog.text
+def test_settings_do_not_quantize_what_is_quantized(source, tmp_path, caplog):
+    folder = write(source, tmp_path / "fp8", fp8())
+    nf4 = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization("nf4"), 0)
+    assert nf4.load(CPU).get_submodule(LAYER).storage.startswith("fp8")
+    assert nf4.precision == nf4.expected_precision == "fp8"
+    assert "is fp8 on disk: model.quantization.format=nf4 is ignored" in caplog.text
 
 
 @pytest.mark.parametrize("format", NAMES)
@@ -145,19 +144,13 @@ def test_a_shard_that_is_missing_or_damaged_is_named(source, tmp_path):
     source.save_pretrained(tmp_path, max_shard_size="300KB")
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 2
+    assert all(map(torch.equal, load(tmp_path).parameters(), source.parameters()))
     shards[1].write_bytes(shards[1].read_bytes()[:1000])
     with pytest.raises(UserError, match=r"00002.*is damaged \(.*\); download it again"):
         load(tmp_path)
     shards[1].unlink()
     with pytest.raises(UserError, match=f"lacks {shards[1].name}"):
         load(tmp_path)
-
-
-def test_sharded_weights_are_read_from_all_files(source, tmp_path):
-    source.save_pretrained(tmp_path, max_shard_size="300KB")
-    model = load(tmp_path, quantization=quantization("int8"))
-    assert all(not parameter.is_meta for parameter in model.parameters())
-    assert torch.equal(model.x_embedder.bias, source.x_embedder.bias)
 
 
 def int8(shape=(), note=None):
@@ -200,25 +193,18 @@ REFUSED = {
         {"weight.quant_state.bitsandbytes__fp4": None},
         f"lacks the scales of {LAYER}",
     ),
-    "no SCB": (eight_bit, {"SCB": None}, f"lacks the scales of {LAYER}"),
     "damaged state": (four_bit("nf4", True), {"weight.absmax": None}, f"the quant state of {LAYER} is damaged"),
     "no weight": (fp8(), {"weight": None}, f"lacks {LAYER}.weight: is it complete, and made for Flux"),
-    "no scales of a marker": (fp8(), {"/scaled_fp8": torch.zeros(2, dtype=E4M3)}, "lacks the scales of "),
     "scales of blocks": (
         fp8("weight_scale"),
         {"weight_scale": torch.ones(2, 2)},
         "scales (2, 2) in torch.float32 on disk: expected",
     ),
-    "scales in bytes": (fp8("weight_scale"), {"weight_scale": torch.ones(64, 1, dtype=torch.uint8)}, "torch.uint8"),
     "another shape": (fp8(), {"weight": torch.zeros(32, 64, dtype=E4M3)}, f"{LAYER} is 32x64 on disk, 64x64 in the"),
     "ConvRot": (int8(note={"convrot": True}), {}, "quantized in an unknown way (format int8_tensorwise, convrot True)"),
-    "integers": (lambda module: {"weight": module.weight.to(torch.int8)}, {}, "lacks the scales of"),
     "nvfp4": (fp8("weight_scale"), {"weight_scale_2": torch.ones(())}, "weight_scale_2, for which its model has no pl"),
-    "blocks": (fp8("weight_scale_inv"), {}, "weight_scale_inv"),
     "nunchaku": (plain, {"wscales": torch.ones(2)}, "wscales, for which"),
-    "GPTQ": (plain, {"qzeros": torch.ones(2)}, "qzeros, for which"),
     "a LoRA": (plain, {"lora_A.weight": torch.ones(2, 64)}, "lora_A.weight, for which"),
-    "no place": (plain, {"/extra.weight": torch.ones(2)}, "has extra.weight, for which"),
 }
 
 
@@ -238,7 +224,7 @@ def test_a_file_is_read_whole_or_refused_by_name(source, tmp_path, name):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["kontext.safetensors", "models/kontext.gguf", "./kontext", "~/kontext.ckpt"])
+@pytest.mark.parametrize("name", ["models/kontext.gguf", "./kontext"])
 def test_a_single_file_is_said_to_be_one_and_not_looked_for_on_the_hub(name):
     with pytest.raises(UserError, match=r"is not there.*Name a folder in diffusers' layout, or such a repository on"):
         resolve_repository(name)

@@ -57,11 +57,6 @@ def test_list_of_unquantized_layers_can_be_changed(transformer):
         quantization("int8", skip=["*"]).convert(transformer, torch.device("cpu"), torch.float32)
 
 
-def test_a_format_that_does_not_exist_is_named():
-    with pytest.raises(UserError, match=r"model\.quantization\.format=fp6: choose fp8, fp4, nf4, int8"):
-        quantization("fp6")
-
-
 def test_a_device_that_cannot_do_it_is_named(monkeypatch):
     def no_kernel(*args, **kwargs):
         raise RuntimeError("no kernel image is available\nfor execution on the device")
@@ -74,14 +69,12 @@ def test_a_device_that_cannot_do_it_is_named(monkeypatch):
 def test_fp4_starts_slower():
     for model, more, expected in (
         ("flux_kontext_fp8", [], (1e-4, 0)),
-        ("flux_kontext_fp4", [], (2e-5, 100)),
-        ("flux_kontext_fp8", ["model.quantization.format=fp4", "optimizer=adamw_8bit"], (2e-5, 100)),
+        ("flux_kontext_fp4", ["optimizer=adamw_8bit"], (2e-5, 100)),
         ("qwen_image", ["model/quantization=nf4"], (1e-4, 0)),
         ("flux_kontext_fp4", ["optimizer.lr=3e-5"], (3e-5, 100)),
         ("flux_kontext_fp4", ["optimizer=prodigy"], (1.0, 100)),
         ("flux_kontext_fp4", ["model.quantization.components_to_quantize=[text_encoder_2]"], (1e-4, 0)),
         (None, ["experiment=precision_fp4"], (2e-5, 100)),
-        (None, ["experiment=precision_fp8"], (1e-4, 0)),
     ):
         cfg = compose("train", *([f"model={model}"] if model else []), *more)
         assert (cfg.optimizer.lr, cfg.scheduler.num_warmup_steps) == expected
