@@ -32,7 +32,7 @@ if __name__ == "__main__":  # the processes that it starts find what it imports
     sys.path[0] = str(ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from benchmarks.fault_kinds import damages, disks, stops, storage, together  # noqa: E402
+from benchmarks.fault_kinds import damages, disks, stops, streams  # noqa: E402
 from benchmarks.fault_kinds.judging import BadError  # noqa: E402
 from benchmarks.fault_kinds.rounds import Round  # noqa: E402
 from benchmarks.fault_kinds.workshop import KINDS, Workshop  # noqa: E402
@@ -44,11 +44,9 @@ FAULTS: dict[str, Callable[[Round], None]] = {
     for one in (
         *(stops.kill_build, stops.kill_merge, stops.kill_train, stops.kill_first_saving, stops.kill_export),
         *(stops.kill_one_of_two, stops.stop),
-        *(disks.full_disk, disks.read_only),
-        *(damages.damaged_cache, damages.damaged_copy, damages.damaged_build, damages.damaged_checkpoint),
-        *(damages.damaged_lora, damages.damaged_end),
-        *(storage.streamed, storage.built_in_bucket, storage.mirrored, storage.store_away),
-        *(together.two_runs_one_cache, together.two_runs_one_folder),
+        *(disks.full_disk, damages.damaged_cache, damages.damaged_copy, damages.damaged_build),
+        *(damages.damaged_checkpoint, damages.damaged_lora, damages.damaged_end),
+        *(streams.streamed, streams.store_away),
     )
 }
 

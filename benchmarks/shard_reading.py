@@ -9,7 +9,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def read_sequentially(folder: Path, count: int) -> float:
 
 def in_threads(load: Callable[[BatchEntry], Any], sampler: SizeBatchSampler) -> ThreadedLoader:
     """Return the batches that `load` reads, as a run reads them."""
-    return ThreadedLoader(lambda: (partial(load, entry) for entry in sampler), WORKERS, 2 * WORKERS)
+    return ThreadedLoader(load, sampler, WORKERS)
 
 
 def measure(loader: Iterable[Any], batch_size: int, draws: int) -> float:

@@ -12,8 +12,8 @@ from callbacks import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
-from datamodules.base import TrainingData
 from datamodules.files import replacing
+from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.programs import Reader, readers
@@ -101,7 +101,7 @@ class ModelCard(L.Callback):
 
     def _write_card(self, trainer: L.Trainer, module: EditModule, folder: Path, step: int) -> None:
         """Write the images and then the text, so that a card with a text is complete."""
-        data, path = TrainingData.of(trainer), folder / README
+        data, path = PairsDataModule.of(trainer), folder / README
         sampler, validation = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         assert module.adapter is not None
         assert self._origin is not None

@@ -18,8 +18,8 @@ from torch import nn
 from callbacks import find_callback
 from callbacks.metrics import Metrics
 from callbacks.report import Report
-from datamodules.base import TrainingData
 from datamodules.errors import UserError, listing
+from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import layer_of
 from lightning_modules.adapters.targets import ending
@@ -149,7 +149,7 @@ class TrainingProgress(ProgressBar):
         if not self.enabled:
             return
         assert isinstance(pl_module, EditModule)
-        data = TrainingData.of(trainer)
+        data = PairsDataModule.of(trainer)
         self.console.print(panel("Retouch", self._summary(trainer, pl_module), data.notes))
         self.begin(self._step, trainer.max_steps)
         pl_module.base.timer.listeners.append(self.show_work)
@@ -157,7 +157,7 @@ class TrainingProgress(ProgressBar):
     def _summary(self, trainer: L.Trainer, module: EditModule) -> dict[str, str]:
         assert module.transformer is not None
         assert module.adapter is not None
-        data = TrainingData.of(trainer)
+        data = PairsDataModule.of(trainer)
         sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
         more = len(data.size_counts()) - len(sizes)
         windows = trainer.accumulate_grad_batches * trainer.world_size

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.image_writer import log_image
-from datamodules.base import TrainingData
 from datamodules.files import replacing
+from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
@@ -65,7 +65,7 @@ class RankHistogram(L.Callback):
 
     def _draw(self, trainer: L.Trainer, module: EditModule) -> None:
         """Draw and log the ranks, of this run's own timesteps and at the most common image size."""
-        data = TrainingData.of(trainer)
+        data = PairsDataModule.of(trainer)
         [((width, height), _)] = data.size_counts().most_common(1)
         tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
         schedule = module.rank_gates[0].schedule

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from callbacks import find_callback
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
-from datamodules.base import TrainingData
+from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 from report.commands import Names, commands
@@ -106,7 +106,7 @@ class Report(L.Callback):
         assert module.objective is not None
         metrics, validation = read_metrics(self.run.metrics), read_validation(self.run.validation)
         samples = {step: files for step, files in sample_files(self.run).items() if step <= trainer.global_step}
-        rows, data = self._rows(samples), TrainingData.of(trainer)
+        rows, data = self._rows(samples), PairsDataModule.of(trainer)
         if not self._data:
             with best_effort("part of the report on the data"):
                 self._data = describe_data(data, self.preview_count)
@@ -146,7 +146,7 @@ def _shown(strip: Strip) -> dict[str, Any]:
     }
 
 
-def describe_data(data: TrainingData, count: int) -> dict[str, Any]:
+def describe_data(data: PairsDataModule, count: int) -> dict[str, Any]:
     """Return the page's part on the data: its size, and its first samples."""
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
     thumbs = [

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from callbacks.image_writer import log_image
-from datamodules.base import TrainingData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest, Requests, own_edits
 from datamodules.errors import UserError
+from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import SamplingTransformer, inference_weights
 from lightning_modules.timing import NOT_TRAINING
@@ -69,7 +69,7 @@ class SampleImages(L.Callback):
         self._other: SamplingTransformer | None = None
         self._shown: list[Shown] | None = None  # this process's
         self._step = 0
-        self.validation: TrainingData | None = None
+        self.validation: PairsDataModule | None = None
         self.results: list[Made] = []
         self.sampled_step = -1
 
@@ -83,7 +83,7 @@ class SampleImages(L.Callback):
             self._other.check()
         if self.edits is not None:
             self.edits.configure_for(pl_module)
-        if not TrainingData.of(trainer).needs_encoders and (self.edits is not None or self.negative_prompt):
+        if not PairsDataModule.of(trainer).needs_encoders and (self.edits is not None or self.negative_prompt):
             # Before the transformer is loaded, next to which the encoders may not fit.
             pl_module.base.check()
             pl_module.base.check_files()
@@ -92,7 +92,7 @@ class SampleImages(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
-        self.validation = TrainingData.of(trainer).validation
+        self.validation = PairsDataModule.of(trainer).validation
         missing = of_first(trainer, self._step == 0 or not self._is_complete())
         self.sample_if_due(trainer, pl_module, missing)
 
@@ -146,7 +146,7 @@ class SampleImages(L.Callback):
 
     def _prepare(self, trainer: L.Trainer, module: EditModule) -> list[Shown]:
         """Encode this process's share of the samples and of sample_root."""
-        training, negative = TrainingData.of(trainer), self.negative_prompt
+        training, negative = PairsDataModule.of(trainer), self.negative_prompt
         data = training.validation or training
         count = min(self.count, data.sample_count)
         own: Requests | list[EditRequest] = [] if self.edits is None else Requests(self.edits)

@@ -15,10 +15,10 @@ from torchmetrics import Metric
 from callbacks import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import Made, SampleImages
-from datamodules.base import TrainingData
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
 from datamodules.files import replacing
+from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
@@ -83,7 +83,7 @@ class Validation(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Raise a UserError if the monitored figure will not be measured, before weights are loaded."""
-        data = TrainingData.of(trainer)
+        data = PairsDataModule.of(trainer)
         sampler = find_callback(trainer, SampleImages)
         if not self.is_specified and (sampler is None or sampler.count == 0):
             self.monitor = "val_loss"
@@ -131,7 +131,7 @@ class Validation(L.Callback):
             row = {"step": step, **losses, **self._measure(sampler, pl_module)}
             self._record(trainer, pl_module, of_first(trainer, row))
 
-    def _losses(self, trainer: L.Trainer, module: EditModule, data: TrainingData) -> dict[str, float]:
+    def _losses(self, trainer: L.Trainer, module: EditModule, data: PairsDataModule) -> dict[str, float]:
         """Return the loss of each band, and their weighted mean."""
         mine = share(trainer, data.sample_count)
         indices = range(data.sample_count)[mine]

@@ -1,10 +1,7 @@
 """The data of a run, as the model, its callbacks and the trainer see it."""
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, cast
 
@@ -13,8 +10,6 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch, PromptRequest, RawBatch
 from datamodules.images.windows import ConditionImages
-from datamodules.prefetch import Prefetcher
-from datamodules.sizes import Sizes
 
 
 class Example(NamedTuple):
@@ -127,106 +122,3 @@ class PromptData(DataModule, ABC):
     @abstractmethod
     def all_prompts(self) -> list[PromptRequest]:
         """Return the prompts that this process encodes first; none if each is encoded together with its sample."""
-
-
-class TrainingData(DataModule, ABC):
-    """Data of trainer.fit.
-
-    Attributes:
-        batch_size: samples per step and process.
-        max_tokens_per_batch: instead, the most tokens of a batch; None if batch_size applies.
-        caption_dropout_rate: share of the samples whose prompt is replaced by the empty one.
-        needs_encoders: whether batches are pixels, which the training step encodes.
-        needs_empty_prompt, preserve_prompts: see `Asking`.
-        notes: possible mistakes, one line each.
-        validation: the held-out samples, as a data module of their own; None if there are none.
-        sizes: of each view of a sample; empty if samples are streamed.
-        encodings: the folder of the model's cache, for encodings of sample images; None if the encoders stay loaded.
-    """
-
-    batch_size: int
-    max_tokens_per_batch: int | None
-    caption_dropout_rate: float
-    needs_encoders: bool
-    needs_empty_prompt: bool = False
-    preserve_prompts: tuple[str, ...] = ()
-    notes: list[str]
-    validation: "TrainingData | None"
-    sizes: Sizes = Sizes([], [])
-    encodings: Path | None = None
-
-    def serve(self, objective: Asking | None) -> None:
-        """Make batches meet the demands of an objective, if there is one."""
-        if objective is not None:
-            self.needs_empty_prompt = objective.needs_empty_prompt
-            self.preserve_prompts = objective.preserve_prompts
-
-    @property
-    def with_empty_prompt(self) -> bool:
-        """Whether training batches contain the empty prompt's conditioning."""
-        return self.caption_dropout_rate > 0 or self.needs_empty_prompt
-
-    @property
-    @abstractmethod
-    def sample_count(self) -> int:
-        """Number of samples, without held-out ones."""
-
-    @cached_property
-    def fingerprint(self) -> list[Any]:
-        """Number of training samples and a hash of their identities, to compare when a run is resumed."""
-        known = hashlib.sha256()
-        for part in self.identities():
-            known.update(f"{part}\n".encode(errors="surrogatepass"))
-        return [self.sample_count, known.hexdigest()]
-
-    @abstractmethod
-    def identities(self) -> Iterable[object]:
-        """Return the facts that distinguish one set of training samples from another."""
-
-    def captions(self) -> Counter[str]:
-        """Return the number of samples with each caption; empty if batches do not contain the prompts as text."""
-        return Counter()
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return the training data in one line, for the summary."""
-
-    @abstractmethod
-    def size_counts(self) -> Counter[tuple[int, int]]:
-        """Return the number of targets of each (width, height)."""
-
-    @abstractmethod
-    def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
-        """Return whether all batches are known to have the same shapes before prompts are encoded."""
-
-    @abstractmethod
-    def batches_per_epoch(self) -> float:
-        """Return this process's batches in an epoch; estimated if the samples' sizes are not known."""
-
-    @abstractmethod
-    def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
-        """Return this process's batches, on the CPU, without end, from the trainer's position on."""
-
-    @abstractmethod
-    def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
-        """Return these samples in order, each as a batch of one.
-
-        Args:
-            empty_prompt: whether latent batches include the empty prompt's conditioning.
-        """
-
-    @abstractmethod
-    def pixels(self, count: int) -> list[RawBatch]:
-        """Return the first `count` samples as pixels, each as a batch of one; none if the data is latents only."""
-
-    @abstractmethod
-    def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
-        """Return these samples with their images.
-
-        Args:
-            negative_prompt: to guide away from; None if it is not needed. A cache contains the conditioning of "" only:
-                with another prompt batches are pixels, if there are images.
-        """
-
-    def train_dataloader(self) -> Prefetcher:
-        return Prefetcher(self.train_batches(), self.run.strategy.root_device)

@@ -12,11 +12,11 @@ import numpy as np
 from datamodules.base import Example, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch
 from datamodules.contents import look_up
-from datamodules.errors import UserError, count_of, listing, without_credentials
+from datamodules.errors import UserError, listing, without_credentials
 from datamodules.images.framing import Size, View
 from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
-from datamodules.prefetch import Jobs, ThreadedLoader
+from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.cache import Cache, Folder, open_cache
 from datamodules.shards.fingerprint import FINGERPRINT, check_preserved, fingerprint, fingerprint_parts, memo
@@ -127,8 +127,9 @@ class CachedDataModule(PairsDataModule):
             self._preserved = {number: (self.index.empty_prompt_of(number),) for number in self.index.numbers}
         self.validation = None
         if held:
-            self.validation = copy(self)
-            self.validation.use_numbers(held)
+            held_out = copy(self)
+            held_out.use_numbers(held)
+            self.validation = held_out
         self.use_numbers(numbers)
 
     def use_numbers(self, numbers: Sequence[int]) -> None:
@@ -181,12 +182,7 @@ class CachedDataModule(PairsDataModule):
         return LatentReader(*where, empty_prompt, captions, weights, seed, self._preserved)
 
     def train_batches(self) -> ThreadedLoader:
-        read, sampler = self.reader(self.with_empty_prompt, self.seed), self.sampler()
-
-        def jobs() -> Jobs:
-            yield from (partial(read, entry) for entry in sampler)
-
-        return ThreadedLoader(jobs, self.num_workers, ahead=2 * self.num_workers)
+        return ThreadedLoader(self.reader(self.with_empty_prompt, self.seed), self.sampler(), self.num_workers)
 
     def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
         if self.samples and negative_prompt:
@@ -200,9 +196,8 @@ class CachedDataModule(PairsDataModule):
         reader = self.reader(empty_prompt)
         return (reader([(index, 0)]) for index in self.leading[which])
 
-    def describe(self) -> str:
-        if self.shards is None:
-            return super().describe() + (f", encoded in {self.source}" if self.numbers else "")
-        held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
-        views = "" if len(self.numbers) == self.sample_count else f" in {count_of(len(self.numbers), 'views')}"
-        return f"{count_of(self.sample_count, 'samples')}{views} of {self.source}{held_out}"
+    @property
+    def origin(self) -> str:
+        if self.shards is not None:
+            return str(self.source)
+        return super().origin + (f", encoded in {self.source}" if self.numbers else "")

@@ -24,10 +24,6 @@ def roles(sample: Sample) -> list[tuple[str, ImageFile]]:
     return [(role, path) for role, path in files if path is not None]
 
 
-# Length of the facts that are remembered of an image: its signature (4), its checksum, and its `Facts`.
-REMEMBERED = 5 + len(Facts._fields)
-
-
 class Content(NamedTuple):
     """The remembered facts of a sample's files.
 
@@ -43,7 +39,7 @@ class Content(NamedTuple):
     def of(cls, sample: Sample, hashes: FileHashes) -> "Content | None":
         """Return the content of a sample; None if a file is new, has changed, or is too small."""
         files = [(role, hashes.known(path)) for role, path in roles(sample)]
-        known = [(role, hashed) for role, hashed in files if hashed is not None and len(hashed) == REMEMBERED]
+        known = [(role, hashed) for role, hashed in files if hashed is not None]
         if len(known) < len(files):
             return None
         facts = [Facts(*hashed[5:]) for _, hashed in known]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
-from datamodules.contents import REMEMBERED, Content, Entry, entries_by_id, roles
+from datamodules.contents import Content, Entry, entries_by_id, roles
 from datamodules.errors import UserError
 from datamodules.hashes import FileHashes, Hashed, hash_file
 from datamodules.images.decoding import image_facts
@@ -140,18 +140,18 @@ def hash_files(cache: Cache, rank: int, samples: Iterable[Sample]) -> FileHashes
     """Compute the checksums of the samples' files that are new or have changed, and return all known ones."""
     hashes = cache.file_hashes()
     paths = dict.fromkeys(path for sample in samples for _, path in roles(sample))
-    known = {path: hashed for path in paths if len(hashed := hashes.known(path) or ()) < REMEMBERED}
-    if known:
+    new = [path for path in paths if hashes.known(path) is None]
+    if new:
         with ThreadPoolExecutor() as pool:
-            found = pool.map(_hash_if_readable, known, known.values())
+            found = pool.map(_hash_if_readable, new)
             cache.add_file_hashes(rank, (one for one in found if one is not None))
     return cache.file_hashes()
 
 
-def _hash_if_readable(path: ImageFile, known: Hashed) -> Hashed | None:
-    """Return the facts to remember about a file, whose checksum may be known."""
+def _hash_if_readable(path: ImageFile) -> Hashed | None:
+    """Return the facts to remember about a file: its signature, its checksum, and its `Facts`."""
     try:
-        return (*(known[:5] or hash_file(path)), *image_facts(path))
+        return (*hash_file(path), *image_facts(path))
     except (OSError, UserError):
         return None
 

@@ -32,15 +32,10 @@ KINDS = {
     rb"GGUF": "a GGUF file",
     rb"version https://git-lfs": "a Git LFS pointer: the file itself was not downloaded (`git lfs pull` does it)",
     rb"\s*<(!doctype html|html|head|!--)": "a web page (HTML), such as a login page: the download needs a token",
-    rb"\s*<\?xml": "an XML text, such as a server's error",
     rb"\s*\{\s*[\"}]": "a JSON text, such as an index or a server's error",
     rb"\x80[\x02-\x05]": PICKLE,
-    rb"\x08[\x01-\x20][\x12:B]": "an ONNX model",
     rb"PK(\x03\x04|\x05\x06)": "a zip archive",
     rb"\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|Rar!|\x28\xb5\x2f\xfd": "a compressed archive",
-    rb".{257}ustar": "a tar archive",
-    rb"\x89HDF\r\n": "an HDF5 file",
-    rb"\x93NUMPY": "an array of NumPy",
     rb"\x00{512}": "a file of zeros: its download was broken off",
 }
 

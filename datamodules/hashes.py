@@ -38,8 +38,7 @@ class FileHashes:
                     crc32, _, text = line.partition(" ")
                     if int(crc32) == zlib.crc32(text.encode()):
                         name, size, modified, changed, checksum, *more = json.loads(text)
-                        earlier = self._known.get(name)
-                        if earlier is None or (changed, len(more)) >= (earlier[3], len(earlier) - 5):
+                        if name not in self._known or changed >= self._known[name][3]:
                             self._known[name] = (name, size, modified, changed, checksum, *more)
 
     def get(self, path: Path | Packed) -> str | None:

@@ -1,12 +1,15 @@
 """Pairs of images, decoded in every step."""
 
+import hashlib
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields
+from functools import cached_property
 from itertools import accumulate, chain
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -14,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.base import Example, Model, PromptShapes, TrainingData, model_of
+from datamodules.base import DataModule, Example, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import UserError, count_of, listing
 from datamodules.images.framing import Framing, Size, View, bucket_notes, notes_on
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
+from datamodules.prefetch import Prefetcher
 from datamodules.sampler import SizeBatchSampler, drawn_caption, drawn_preserved
 from datamodules.sizes import Sizes
 
@@ -101,14 +105,15 @@ def _unless_the_trainer_has_left(kind: type[BaseException], error: BaseException
         sys.__excepthook__(kind, error, trace)
 
 
-class PairsDataModule(TrainingData):
-    """Pairs of one or several roots.
+class PairsDataModule(DataModule):
+    """Pairs of one or several roots, to train on.
 
     Args:
         root, source, on_missing, on_bad_image, val_root: see `SampleSet`.
         buckets: as for `Framing`; `auto`: aspect where a batch may have several samples, else exact.
         upscale, crop, crop_count, flip: see `Framing`.
         batch_size: samples per step and process; those of a batch have one size.
+        max_tokens_per_batch: instead, the most tokens of a batch of cached latents.
         num_workers: processes that decode images.
         caption_dropout_rate: share of the samples that the model sees with the empty prompt.
         preview_count: samples on the contact sheet.
@@ -117,6 +122,11 @@ class PairsDataModule(TrainingData):
         settings: settings of roots that do not set their own; see `Root`.
 
     Attributes:
+        needs_encoders: whether batches are pixels, which the training step encodes.
+        needs_empty_prompt, preserve_prompts: see `Asking`.
+        encodings: the folder of the model's cache, for encodings of sample images; None if the encoders stay loaded.
+        notes: possible mistakes, one line each.
+        validation: the held-out samples, as a data module of their own; None if there are none.
         samples: samples to train on.
         views: their views in order; empty if only the shards of a cache are known.
         keys, sizes: key and size of each view.
@@ -124,6 +134,9 @@ class PairsDataModule(TrainingData):
     """
 
     needs_encoders = True
+    needs_empty_prompt = False
+    preserve_prompts: tuple[str, ...] = ()
+    encodings: Path | None = None
 
     def __init__(
         self,
@@ -164,7 +177,7 @@ class PairsDataModule(TrainingData):
         roots = [*self.sample_set.roots, *self.sample_set.val_roots]
         if (buckets in ("aspect", "family") or crop != "center") and roots and not any(r.resolution for r in roots):
             raise UserError(f"data.buckets={chosen}, data.crop={crop}: both need data.resolution, which is null")
-        self.notes = []
+        self.notes: list[str] = []
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.num_workers = num_workers
@@ -172,10 +185,11 @@ class PairsDataModule(TrainingData):
         self.preview_count = preview_count
         self.seed = seed
         self.val_count = val_count
-        self.validation = None
+        self.validation: PairsDataModule | None = None
         self.samples: list[Sample] = []
         self.views: list[View] = []
         self.keys: Sequence[str] = []
+        self.sizes = Sizes([], [])
         self.leading: Sequence[int] = []
 
     def configure_for(self, model: Model) -> None:
@@ -184,7 +198,14 @@ class PairsDataModule(TrainingData):
         self.sample_set.configure_for(
             model.base.name, model.condition_images, geometry.side_multiple, geometry.preferred_sizes
         )
-        self.serve(model.objective)
+        if model.objective is not None:
+            self.needs_empty_prompt = model.objective.needs_empty_prompt
+            self.preserve_prompts = model.objective.preserve_prompts
+
+    @property
+    def with_empty_prompt(self) -> bool:
+        """Whether training batches contain the empty prompt's conditioning."""
+        return self.caption_dropout_rate > 0 or self.needs_empty_prompt
 
     def setup(self, stage: str) -> None:
         self.configure_for(model_of(self.run))
@@ -218,8 +239,9 @@ class PairsDataModule(TrainingData):
         held = self.sample_set.held_out(samples, self.val_count, noun, checksum)
         self.validation = None
         if held:
-            self.validation = copy(self)
-            self.validation.use([[first[index]] for index in sorted(held)])
+            held_out = copy(self)
+            held_out.use([[first[index]] for index in sorted(held)])
+            self.validation = held_out
         self.use([one for index, one in enumerate(views) if index not in held])
         if all(view.weight == 0 for view in self.views):
             raise UserError("data.root: weight=0 for all samples: there is nothing to learn")
@@ -265,13 +287,18 @@ class PairsDataModule(TrainingData):
         )
 
     def batches_per_epoch(self) -> float:
+        """Return the number of this process's batches in an epoch."""
         return self.sampler().batches_per_epoch()
 
     def dataset(self, seed: int | None) -> PairDataset:
         """Return the views, decoded to pixels; see `PairDataset`."""
         return PairDataset(self.views, self.sample_set.condition_images, seed, self.preserve_prompts)
 
+    def train_dataloader(self) -> Prefetcher:
+        return Prefetcher(self.train_batches(), self.run.strategy.root_device)
+
     def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
+        """Return this process's batches, on the CPU, without end, from the trainer's position on."""
         return DataLoader(
             dataset=self.dataset(self.seed),
             batch_sampler=self.sampler(),
@@ -286,23 +313,41 @@ class PairsDataModule(TrainingData):
         return (dataset[(index, 0)] for index in self.leading[which])
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
+        """Return these samples in order, each as a batch of one.
+
+        Args:
+            empty_prompt: whether latent batches include the empty prompt's conditioning.
+        """
         return self.raw_one_by_one(which)
 
     def pixels(self, count: int) -> list[RawBatch]:
+        """Return the first `count` samples as pixels, each as a batch of one; none if the data is latents only."""
         return list(self.raw_one_by_one(slice(count))) if self.views else []
 
     def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
+        """Return these samples with their images.
+
+        Args:
+            negative_prompt: to guide away from; None if it is not needed. A cache contains the conditioning of "" only:
+                with another prompt batches are pixels, if there are images.
+        """
         return [Example(raw.images, raw) for raw in self.raw_one_by_one(which)]
 
     @property
     def sample_count(self) -> int:
+        """Number of samples, without held-out ones."""
         return len(self.leading)
 
-    def identities(self) -> Iterable[object]:
-        yield from self.keys
-        yield from ((view.sample.prompts, view.repeats, view.weight) for view in self.views)
+    @cached_property
+    def fingerprint(self) -> list[Any]:
+        """Number of training samples and a hash of their identities, to compare when a run is resumed."""
+        known = hashlib.sha256()
+        for part in (*self.keys, *((view.sample.prompts, view.repeats, view.weight) for view in self.views)):
+            known.update(f"{part}\n".encode(errors="surrogatepass"))
+        return [self.sample_count, known.hexdigest()]
 
     def captions(self) -> Counter[str]:
+        """Return the number of samples with each caption; empty if only the shards of a cache are known."""
         return Counter(prompt for sample in self.samples for prompt in sample.prompts)
 
     @property
@@ -311,17 +356,24 @@ class PairsDataModule(TrainingData):
         return _noun(self.sizes)
 
     def describe(self) -> str:
+        """Return the training data in one line, for the summary."""
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
         views = "" if len(self.sizes) == self.sample_count else f" in {count_of(len(self.sizes), 'views')}"
-        roots = ", ".join(map(str, self.sample_set.roots))
-        return f"{count_of(self.sample_count, self.noun)}{views} of {roots}{held_out}"
+        return f"{count_of(self.sample_count, self.noun)}{views} of {self.origin}{held_out}"
+
+    @property
+    def origin(self) -> str:
+        """Place of the samples, for the summary."""
+        return ", ".join(map(str, self.sample_set.roots))
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
+        """Return whether all batches are known to have the same shapes before prompts are encoded."""
         more = [*self.preserve_prompts, *([""] if self.with_empty_prompt else [])]
         kinds = {(view.size, prompt) for view in self.views for prompt in (*view.sample.prompts, *more)}
         return len({(size, str(prompt_shapes(prompt, list(size[0][1:])))) for size, prompt in kinds}) == 1
 
     def size_counts(self) -> Counter[tuple[int, int]]:
+        """Return the number of targets of each (width, height)."""
         return Counter(images[0] for images, _ in self.sizes)
 
 

@@ -2,48 +2,43 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from datamodules.batch import LatentBatch, RawBatch
 
-Jobs = Generator[Callable[[], LatentBatch], None, None]
-
 
 class ThreadedLoader:
-    """The results of jobs, in their order, computed ahead by threads.
+    """The batches of a sampler, in its order, read ahead by threads.
 
     Threads suffice: reading and copying release Python's lock, and processes would spend time passing tensors.
 
     Args:
-        jobs: returns the generator of jobs, which is closed at the end.
-        threads: 0 computes each result on demand.
-        ahead: jobs that are submitted before the result of the first is awaited.
+        threads: 0 reads each batch on demand.
     """
 
-    def __init__(self, jobs: Callable[[], Jobs], threads: int, ahead: int) -> None:
-        self.jobs = jobs
+    def __init__(self, read: Callable[[Any], LatentBatch], sampler: Iterable[Any], threads: int) -> None:
+        self.read = read
+        self.sampler = sampler
         self.threads = threads
-        self.ahead = ahead
 
     def __iter__(self) -> Iterator[LatentBatch]:
-        jobs = self.jobs()
         if self.threads == 0:
-            yield from (job() for job in jobs)
+            yield from map(self.read, self.sampler)
             return
         waiting: deque[Future[LatentBatch]] = deque()
         with ThreadPoolExecutor(self.threads, thread_name_prefix="shards") as pool:
             try:
-                for job in jobs:
-                    waiting.append(pool.submit(job))
-                    if len(waiting) > self.ahead:
+                for entry in self.sampler:
+                    waiting.append(pool.submit(self.read, entry))
+                    if len(waiting) > 2 * self.threads:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
             finally:
-                jobs.close()
                 for future in waiting:
                     future.cancel()
 

@@ -11,10 +11,11 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from datamodules.base import PromptData, TrainingData
+from datamodules.base import PromptData
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
+from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
 from lightning_modules.adapters.applied import AppliedLoRAs, TrainingAdapter
 from lightning_modules.adapters.rank_mask import RankGate
@@ -123,7 +124,7 @@ class EditModule(L.LightningModule, Family):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            data = TrainingData.of(self.trainer)
+            data = PairsDataModule.of(self.trainer)
             self.base.check_precision(str(self.trainer.precision))
             self.execution.check_data(data)
             self.flow.caption_dropout_rate = data.caption_dropout_rate
@@ -167,7 +168,7 @@ class EditModule(L.LightningModule, Family):
 
     def _load_to_train(self) -> None:
         mesh = None if self.device_mesh is None else self.device_mesh["data_parallel"]
-        data = None if self._trainer is None else TrainingData.of(self.trainer)
+        data = None if self._trainer is None else PairsDataModule.of(self.trainer)
         self.transformer = self.execution.load_to_train(mesh, data)
         self.sampler.use(self.transformer)
         self.text_encoders = self.execution.text_encoders_to_train()
@@ -181,7 +182,7 @@ class EditModule(L.LightningModule, Family):
         return self
 
     def on_fit_start(self) -> None:
-        if TrainingData.of(self.trainer).needs_encoders:
+        if PairsDataModule.of(self.trainer).needs_encoders:
             self.base.load_encoders()
 
     def cpu(self) -> Self:
@@ -262,7 +263,7 @@ class EditModule(L.LightningModule, Family):
         trained = self.trained.tensors()
         checkpoint["state_dict"] = {name: one for name, one in checkpoint["state_dict"].items() if name in trained}
         self.optimization.save(checkpoint)
-        checkpoint[SAMPLES] = TrainingData.of(self.trainer).fingerprint
+        checkpoint[SAMPLES] = PairsDataModule.of(self.trainer).fingerprint
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "state_dict" in checkpoint:  # else the strategy has loaded it
@@ -273,6 +274,6 @@ class EditModule(L.LightningModule, Family):
         for counter in (progress["total"], progress["current"]):
             counter.update(dict.fromkeys(counter, batches))
         self.optimization.load(checkpoint)
-        data = TrainingData.of(self.trainer)
+        data = PairsDataModule.of(self.trainer)
         if (earlier := checkpoint.get(SAMPLES)) not in (None, data.fingerprint):
             log.info(f"note: the run had {earlier[0]:,} training samples; these {data.sample_count:,} are not the same")

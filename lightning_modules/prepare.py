@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.base import TrainingData
 from datamodules.errors import UserError
+from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gate import Gate
@@ -90,12 +90,12 @@ class Execution:
         elif trains:
             self.base.note_distilled()
 
-    def check_data(self, data: TrainingData) -> None:
+    def check_data(self, data: PairsDataModule) -> None:
         """Raise a UserError for data that the adapter cannot train on."""
         if self.trained_adapter is not None and self.trained_adapter.trains_text_encoders and not data.captions():
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
 
-    def load_to_train(self, mesh: Any, data: TrainingData | None) -> Any:
+    def load_to_train(self, mesh: Any, data: PairsDataModule | None) -> Any:
         """Load the transformer with its adapter, ready to train.
 
         Args:

@@ -16,8 +16,7 @@ log = logging.getLogger("retouch")
 
 PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt
 SILENCE = 120.0  # seconds without an answer after which an attempt has failed
-# Statuses of the hub after which another attempt may succeed; others from 400 to 499 are final.
-TRANSIENT = (408, 409, 412, 423, 425, 429)
+FINAL = (400, 401, 403, 404, 413, 422)  # statuses after which no attempt can succeed
 # Temporary files next to the weights.
 HIDDEN = [".*", "**/.*"]
 
@@ -93,7 +92,7 @@ def _attempts(folders: Mapping[str, Path], repository: str, private: bool) -> st
             failure = " ".join(reason(one) for one in (error, cause) if one is not None)
             response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
             status = 0 if response is None else response.status_code
-        if pause is None or (400 <= status < 500 and status not in TRANSIENT):
+        if pause is None or status in FINAL:
             break
         time.sleep(pause)
     return without_credentials(failure).rstrip(".:")

@@ -30,7 +30,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
     silence_libraries()
     data = instantiate(cfg.data, _convert_="all")
     caches = isinstance(data, CachedDataModule)
-    if not isinstance(data, PairsDataModule) or (isinstance(data, CachedDataModule) and data.shards is not None):
+    if isinstance(data, CachedDataModule) and data.shards is not None:
         raise UserError("task=dry_run plans for images: set data.root, not data.shards")
     data.sample_set.scan()  # its errors come before requests to the hub
     with without_network(cfg.model) as module:

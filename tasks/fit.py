@@ -22,7 +22,6 @@ from callbacks.rank_schedule import RankMasks
 from callbacks.validation import Validation
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
-from datamodules.pairs import PairsDataModule
 from datamodules.shards.stores import working_folder
 from report.commands import example, predict_command
 from runs.run_folder import RunFolder
@@ -92,7 +91,7 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     L.seed_everything(cfg.seed, verbose=False)
     # Plain lists and dicts: a checkpoint must load without this project's libraries.
     data = instantiate(cfg.data, _convert_="all")
-    if isinstance(data, PairsDataModule) and data.sample_set.roots:
+    if data.sample_set.roots:
         data.sample_set.scan()  # its mistakes are reported before the hub is queried
     module = instantiate(cfg.model, _convert_="all")
     # Before the cache is built: a logger's library may be missing, or an image of sample_root.

@@ -94,7 +94,7 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
 
 def faults_of(data: PairsDataModule) -> list[Finding]:
     """Return the faults of scanned samples; none if there are so many that it would take long."""
-    held_out = data.validation.samples if isinstance(data.validation, PairsDataModule) else []
+    held_out = data.validation.samples if data.validation else []
     samples = [*data.samples, *held_out]
     if len(samples) > QUICK:
         return []

@@ -1,6 +1,5 @@
 """What a cache holds, what is encoded again, and the tasks on it."""
 
-import json
 import os
 import shlex
 import shutil
@@ -9,8 +8,6 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from datamodules.hashes import FileHashes
-from datamodules.images.decoding import ADOBE_RGB
 from tasks.arguments import quote_values
 from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.combinations import first
@@ -65,23 +62,6 @@ def test_other_settings_are_another_cache(run, tiny, tmp_path, override):
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
-def test_cache_of_before_profiles_were_read_keeps_its_plain_pictures(run, tiny, tmp_path):
-    """Its list has fewer facts of each file; those are read again from the headers, and no checksum is computed."""
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
-    command = ["predict", *cache_overrides(tiny, root, tmp_path / "cache")]
-    assert encoded(run(*command)) == 3
-    files = only(tmp_path / "cache").folder / "files-0.jsonl"
-    lines = [json.loads(line.partition(" ")[2]) for line in files.read_text().splitlines()]
-    files.write_text("".join(FileHashes.line(tuple(line[:8])) for line in lines))
-    ids = only(tmp_path / "cache").sample_ids()
-    assert encoded(run(*command)) == 0
-    assert only(tmp_path / "cache").sample_ids() == ids
-    control = root / "control_images" / "00.png"
-    Image.open(control).save(control, icc_profile=ADOBE_RGB)
-    assert encoded(run(*command)) == 1
-    assert encoded(run(*command, "data.alpha_mask=true")) == 3
-
-
 def test_other_weights_are_another_cache(run, tiny, tmp_path):
     own = shutil.copytree(tiny, tmp_path / "model")
     command = cache_overrides(own, make_pairs(tmp_path / "pairs", [(32, 32)]), tmp_path / "cache")
@@ -131,20 +111,6 @@ def test_name_of_any_bytes_is_cached_trained_on_held_out_and_shown(run, tiny, tm
     edit = [f"lora={tmp_path / 'run'}", f"image={root}/control_images", "prompt=x", "num_inference_steps=1"]
     run("predict", *edit, f"output_dir={tmp_path / 'out'}")
     assert len(list((tmp_path / "out").glob("*.png"))) == 3
-
-
-def test_damaged_list_of_a_cache_is_rebuilt_and_of_given_shards_is_refused(run, tiny, pairs, tmp_path):
-    run("predict", *cache_overrides(tiny, pairs, tmp_path / "cache"))
-    cache = only(tmp_path / "cache").folder
-    given = [*short(tiny, "null", tmp_path / "again", 1), f"data.shards={cache}"]
-    for name in ("manifest.json", "latents-00000-000000.jsonl"):
-        path = cache / name
-        path.write_text("{}" if name == "manifest.json" else path.read_text().replace('"offset": ', '"offset": 9'))
-        error = run("train", *given, ok=False).error
-        assert f"{path} is damaged" in error
-        assert "copy it again" in error
-        assert encoded(run("train", *short(tiny, pairs, tmp_path / name, 1))) == 0
-    run("train", *given)
 
 
 def test_caches_are_named_and_old_ones_deleted_when_told_but_the_last_used_stays(run, tiny, tmp_path):

@@ -11,8 +11,7 @@ import pytest
 from datamodules.shards.tar import scan
 from tasks.folders import one_at_a_time
 from tests.datamodules.images.test_transforms import unreadable
-from tests.support.caches import cache_overrides, encoded, flip, only, short
-from tests.support.combinations import first
+from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.commands import kill_when, wait_until
 from tests.support.hold import hold_build
 from tests.support.latents import content
@@ -110,22 +109,6 @@ def test_build_of_two_processes_that_is_killed_goes_on_with_any_number_and_encod
     assert content(only(tmp_path / "cache")) == content(only(tmp_path / "whole"))
 
 
-def test_damaged_shard_is_named_and_only_its_samples_are_encoded_again(run, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("callbacks.shard_writer.SHARD_SIZE", 60_000)
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 12)
-    command = cache_overrides(tiny, root, tmp_path / "cache")
-    run("predict", *command)
-    cache = only(tmp_path / "cache")
-    before = content(cache)
-    name, facts = next(iter(cache.manifest()["shards"].items()))
-    path = cache.folder / name
-    path.write_bytes(path.read_bytes()[:-9000])
-    outcome = run("predict", *command)
-    assert f"{name} is damaged or missing: the lost ones of its {facts['samples']} samples are" in outcome.text
-    assert 0 < encoded(outcome) <= facts["samples"] < 12
-    assert content(only(tmp_path / "cache")) == before
-
-
 def test_mistakes_elsewhere_are_found_before_anything_is_encoded(run, tiny, pairs, tmp_path):
     run("train", *short(tiny, pairs, tmp_path / "run", 2), "adapter.target_modules=[to_kk]", ok=False)
     assert not list((tmp_path / "cache").glob("*/*.tar"))
@@ -150,11 +133,8 @@ def test_bad_images_stop_the_build_or_are_left_out(run, tiny, tmp_path):
 def test_no_usable_pair(run, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32)])
     (root / "control_images" / "00.png").write_text("no picture")
-    for script, more in (
-        ("predict", cache_overrides(tiny, root, tmp_path / "cache")),
-        ("train", short(tiny, root, tmp_path / "run", 1)),
-    ):
-        assert "no usable pair is left" in run(script, *more, "data.on_bad_image=skip", ok=False).error
+    command = [*short(tiny, root, tmp_path / "run", 1), "data.on_bad_image=skip"]
+    assert "no usable pair is left" in run("train", *command, ok=False).error
 
 
 def test_picture_that_changes_while_it_is_encoded_is_refused(run, tiny, pairs, tmp_path, monkeypatch):
@@ -204,20 +184,3 @@ def test_a_build_waits_for_a_process_that_a_killed_one_has_left(run, start, tiny
     text, _ = second.communicate(timeout=120)
     assert second.returncode == 0, text
     assert len(cache.sample_ids()) == 4
-
-
-@pytest.mark.parametrize("damaged", first(1, ["rows", "tar"]))
-def test_what_is_changed_or_damaged_while_a_build_is_interrupted_is_encoded_again(run, start, tiny, tmp_path, damaged):
-    """Rows of a tar are read from it again, and samples that are lost or changed are encoded again."""
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 6)
-    command = cache_overrides(tiny, root, tmp_path / "cache")
-    process = start("predict", *command, before=partial(hold_build, 4, tmp_path / "held", 20_000))
-    kill_when((tmp_path / "held").exists, process)
-    rows, *_ = sorted(tmp_path.glob("cache/*/latents-00000-*.jsonl"))
-    flip(rows if damaged == "rows" else rows.with_suffix(".tar"), 0.5)
-    (root / "training_images" / "00.txt").write_text("another caption")
-    run("predict", *command)
-    run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
-    cached = content(only(tmp_path / "cache"))
-    assert all(cached[id] == data for id, data in content(only(tmp_path / "whole")).items())
-    run("train", *short(tiny, root, tmp_path / "run", 1))

@@ -73,22 +73,14 @@ def written(name, text):
         ("flux_kontext", "tokenizer_2", without_vocabulary, "lacks tokenizer.json, or spiece.model, or vocab.json and"),
         (
             "qwen_image_edit",
-            "tokenizer",
-            without_vocabulary,
-            "lacks tokenizer.json, or spiece.model, or vocab.json and",
-        ),
-        (
-            "qwen_image_edit",
             "processor",
             without_vocabulary,
             "lacks tokenizer.json, or spiece.model, or vocab.json and",
         ),
         ("flux_kontext", "tokenizer", cut_short("tokenizer.json"), "tokenizer.json is damaged ("),
-        ("flux_kontext", "text_encoder", cut_short("config.json"), "config.json is damaged ("),
         ("flux_kontext", "text_encoder_2", cut_short("model.safetensors"), "model.safetensors is damaged ("),
         ("flux_kontext", "vae", lambda folder: (folder / TRANSFORMER).unlink(), "vae lacks its weights"),
         ("flux_kontext", "vae", lambda folder: (folder / "config.json").unlink(), "vae lacks config.json"),
-        ("flux_kontext", "scheduler", written("scheduler_config.json", "{"), "scheduler_config.json is damaged ("),
         ("flux_kontext", "transformer", written("config.json", "[]"), "config.json is damaged (no JSON object)"),
         ("flux_kontext", ".", written("model_index.json", "{"), "model_index.json is damaged ("),
     ],
@@ -119,19 +111,13 @@ def test_a_tensor_that_a_base_lacks_is_not_made_up(copy, component):
     assert name.rpartition(".")[0] in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[]", '{"adapter": 3, "model": {}}'])
+@pytest.mark.parametrize("text", ["no JSON", '{"adapter": 3, "model": {}}'])
 def test_a_header_that_is_none_is_named(tmp_path, text):
     path = tmp_path / "lora.safetensors"
     save_file({"transformer.x.lora_A.weight": torch.ones(2, 2)}, path, {HEADER_KEY: text})
     with pytest.raises(UserError, match=r"lora.safetensors is damaged \(.*\); name a LoRA's") as raised:
         LoRAFile(path).header  # noqa: B018 (reads it)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("header", [{"format": "pt"}, {HEADER_KEY: "{}"}])
-def test_a_header_that_says_nothing_is_as_of_others(tmp_path, header):
-    save_file({"x": torch.ones(1)}, tmp_path / "lora.safetensors", header)
-    assert LoRAFile(tmp_path / "lora.safetensors").header is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,7 +1,6 @@
 """output_dir=s3://...: runs that are resumed on a machine that contains nothing of them."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -185,18 +184,16 @@ def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, 
     assert "metrics.csv is not as it was uploaded; attempt 2" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("with_older", [False, True])
-def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewhere, monkeypatch, with_older):
-    """After each of its files, in a folder that was empty, or contained an earlier state."""
+def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewhere, monkeypatch):
+    """After each of its files, in a folder with an earlier state."""
     import obstore
 
     save(mirror.run, 2)
     mirror.upload()
     older = content(mirror.run)
     save(mirror.run, 4, ["lora/last/weights.safetensors", "finished.json", "checkpoints/step-000002.ckpt"])
-    if with_older:
-        started(elsewhere)
-        assert content(elsewhere) == older
+    started(elsewhere)
+    assert content(elsewhere) == older
     mirror.upload()
     get, gets = obstore.get, []
 
@@ -216,8 +213,7 @@ def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewher
             break
         except KeyboardInterrupt:
             broken += 1
-            done = elsewhere.checkpoint.read_bytes() if elsewhere.checkpoint.exists() else None
-            assert done == (older["checkpoints/last.ckpt"] if with_older else None), "the last checkpoint comes last"
+            assert elsewhere.checkpoint.read_bytes() == older["checkpoints/last.ckpt"], "the last checkpoint comes last"
     assert broken == 6
     assert content(elsewhere) == content(mirror.run)
     gets.clear()
@@ -236,8 +232,10 @@ def test_a_stale_folder_is_downloaded_again(mirror, elsewhere):
     assert content(mirror.run) == content(elsewhere)
 
 
-def test_a_folder_with_more_steps_is_uploaded(mirror, elsewhere):
-    """A run that was killed between its last checkpoint and the upload of that."""
+def test_a_folder_with_more_steps_is_uploaded(mirror, elsewhere, bucket):
+    """After a kill between a checkpoint and its upload; the console of S3 has created empty objects for folders."""
+    for key in ("of/snow/", "of/snow/checkpoints/"):
+        bucket.put_object(Bucket="runs", Key=key)
     save(mirror.run, 2)
     mirror.upload()
     save(mirror.run, 4)
@@ -293,28 +291,6 @@ def test_a_run_that_is_killed_while_it_uploads_a_checkpoint_resumes(mirror, buck
     assert mirror.run.checkpoint.read_text() == "of step 6"
     again.upload()
     assert again.failure == ""
-
-
-def test_what_is_removed_here_is_removed_there_whatever_was_interrupted(mirror, bucket, monkeypatch):
-    """An upload whose answer was lost, before the process was killed, and the file of which was removed then."""
-    import obstore
-
-    put = obstore.put
-
-    def lost(*args, **more):
-        put(*args, **more)
-        raise KeyboardInterrupt
-
-    save(mirror.run, 2, ["checkpoints/step-000001.ckpt"])
-    with monkeypatch.context() as interrupted:
-        interrupted.setattr(obstore, "put", lost)
-        with pytest.raises(KeyboardInterrupt):
-            mirror.upload()
-    (first,) = names(bucket)
-    (mirror.run.path / first).unlink()
-    started(mirror.run).upload()
-    assert names(bucket) == mirror.run.files().keys()
-    assert first not in names(bucket)
 
 
 def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pairs, tmp_path, monkeypatch):
@@ -373,26 +349,6 @@ def test_a_folder_that_is_gone_empties_no_bucket(mirror, bucket):
     assert names(bucket) == everything
 
 
-def test_a_file_that_is_replaced_while_the_folder_is_listed_stays_in_the_bucket(mirror, bucket, monkeypatch):
-    save(mirror.run, 2, ["lora/last/weights.safetensors"])
-    mirror.upload()
-    files, weights = mirror.run.files, "lora/last/weights.safetensors"
-    monkeypatch.setattr(
-        mirror.run, "files", lambda: {name: facts for name, facts in files().items() if name != weights}
-    )
-    mirror.upload()
-    assert weights in names(bucket)
-
-
-def test_folders_that_the_console_of_s3_has_made_are_no_files(mirror, elsewhere, bucket):
-    for key in ("of/snow/", "of/snow/checkpoints/"):
-        bucket.put_object(Bucket="runs", Key=key)
-    save(mirror.run, 2)
-    mirror.upload()
-    started(elsewhere)
-    assert content(elsewhere) == content(mirror.run)
-
-
 def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, elsewhere, monkeypatch):
     """It comes when the first one of its machine, which has started it, is at work in the folder."""
     save(mirror.run, 2)
@@ -414,15 +370,6 @@ def test_different_checkpoints_are_refused(mirror, elsewhere):
     assert there.files.keys() == theirs.keys()
 
 
-def test_files_that_no_object_can_be_are_left_out(mirror, bucket):
-    save(mirror.run, 2)
-    (mirror.run.path / os.fsdecode(b"\xff.png")).write_text("an image")
-    os.mkfifo(mirror.run.path / "pipe")
-    (mirror.run.path / "loop").symlink_to("loop")
-    mirror.upload()
-    assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
-
-
 @pytest.mark.parametrize("lost", ["bucket", "note"])
 def test_everything_is_uploaded_again_after_a_loss(mirror, bucket, lost):
     save(mirror.run, 2)
@@ -440,12 +387,11 @@ def test_everything_is_uploaded_again_after_a_loss(mirror, bucket, lost):
     ("put", "line"),
     [
         (ConnectionResetError("reset"), "output_dir: s3://runs/of/snow cannot be written: reset (5 attempts)"),
-        (ZeroDivisionError("division by zero"), "division by zero"),
         (None, "there was no time"),
     ],
 )
 def test_a_failed_last_upload_is_one_line(mirror, monkeypatch, put, line):
-    """Also an unexpected error, and an upload that does not end within the time of a stopped run."""
+    """Also an upload that does not end within the time of a stopped run."""
     import obstore
 
     go = threading.Event()

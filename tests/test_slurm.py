@@ -67,14 +67,3 @@ def test_jobs_of_a_sweep_are_those_of_slurm_and_resume_when_they_are_queued_agai
         "--array=0-1%",
     ):
         assert re.search(rf"^#SBATCH {re.escape(line)}", script, re.MULTILINE), script
-
-
-def test_a_sweep_whose_jobs_are_processes_of_this_machine(start, tiny, pairs, tmp_path, monkeypatch):
-    """submitit's local executor is used unchanged."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    sweep = tmp_path / "sweep"
-    command = [*short(tiny, pairs, sweep, 2), "hydra/launcher=submitit_local", "optimizer.lr=1e-4,1e-3"]
-    text, _ = (process := start("train", "-m", *command)).communicate(timeout=180)
-    assert process.returncode == 0, text + logs(tmp_path)
-    assert f"all of them: {sweep}/report.html" in text
-    assert [row["overrides"] for row in rows(sweep)] == ["optimizer.lr=0.0001", "optimizer.lr=0.001"]

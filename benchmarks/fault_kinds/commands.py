@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,17 +36,10 @@ class Command:
         folder: Path,
         log: Path,
         hooks: Sequence[Hook] = (),
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.line = " ".join([f"{script}.py", *overrides])
         self.log = log
-        settings = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "COLUMNS": "250",
-            **(environment or {}),
-        }
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "250"}
         with LOCK:
             self._process = CONTEXT.Process(
                 target=work, args=(script, list(overrides), folder, log, list(hooks), settings)

@@ -80,7 +80,7 @@ def damaged_copy(round: Round) -> None:
     folder = round.take_cache()
     choices = [folder / "manifest.json", *sorted(folder.glob("latents-*"))[:4]]
     damaged = Damaged(round, round.random.choice(choices))
-    command = round.shop.on_copy(folder)
+    command = round.shop.on_shards(folder)
     round.run("train", *command, allowed=OR_A_LINE)
     if round.lines:
         damaged.heed()
@@ -154,7 +154,7 @@ def damaged_lora(round: Round) -> None:
 
 
 def damaged_end(round: Round) -> None:
-    """finished.json or config.yaml of a finished or killed run."""
+    """a damaged finished.json or config.yaml"""
     round.take_cache()
     if round.random.random() < 0.5:
         round.kill(round.moment("train", r"^run/", timed=False), "train", *round.shop.train())

@@ -80,11 +80,9 @@ def count_encodings(file: str) -> None:
 
 
 def be_quick() -> None:
-    """Shorten the pauses of retries and of uploads, and make the tars of a cache small."""
+    """Shorten the pauses of retries, and make the tars of a cache small."""
     from callbacks import shard_writer
     from datamodules.shards import transfer
-    from tasks import mirror
 
     shard_writer.SHARD_SIZE = 60_000
     transfer.PAUSE = 0.1
-    mirror.POLL = 0.2

@@ -68,15 +68,12 @@ class Round:
         self.lines: list[str] = []
         self.hit = True
         self.commands: list[Command] = []
-        self.quick: Sequence[Hook] = (hooks.be_quick,)
-        self.environment: dict[str, str] = {}
         folder.mkdir(parents=True)
 
-    def start(self, script: str, *overrides: str, also: Sequence[Hook] = (), folder: Path | None = None) -> Command:
-        """Start a command in the round's folder, or another."""
+    def start(self, script: str, *overrides: str, also: Sequence[Hook] = ()) -> Command:
+        """Start a command in the round's folder."""
         log = self.folder / f"log-{len(self.commands)}.txt"
-        used = [*self.quick, *also]
-        command = Command(script, overrides, folder or self.folder, log, used, self.environment)
+        command = Command(script, overrides, self.folder, log, [hooks.be_quick, *also])
         self.commands.append(command)
         return command
 

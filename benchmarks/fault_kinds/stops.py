@@ -126,7 +126,7 @@ def _again(round: Round, process: Command, number: signal.Signals) -> None:
 
 
 def same_output(round: Round, kind: str, pattern: str, name: str = "out") -> None:
-    """Raise a BadError unless the files of such names are those of the reference."""
+    """SIGTERM, SIGINT or SIGUSR1 to any command"""
     reference = round.shop.reference(kind).folder / "out"
     files = sorted(path.name for path in reference.glob(pattern))
     same = same_picture if pattern == "*.png" else same_file

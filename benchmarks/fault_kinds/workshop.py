@@ -12,16 +12,13 @@ from typing import NamedTuple
 from benchmarks.fault_kinds import hooks
 from benchmarks.fault_kinds.commands import Command, Hook
 from benchmarks.fault_kinds.judging import cache_folder
-from benchmarks.fault_kinds.store import BUCKET, environment, store, upload
 from datamodules.images.shapes import SIDE, draw, random_scene, segment
 
 # Of references, in the order in which they need each other.
-KINDS = ("build", "train", "shown", "copy", "streamed", "export", "edit")
+KINDS = ("build", "train", "shown", "copy", "export", "edit")
 PAIRS = 24
-SHARDS = "shards"  # their place in the bucket
 # What a command changes, relative to where it runs, without what libraries write elsewhere.
 FILES = r"^(run|cache|out|outputs)/"
-RUN_FILES = r"^(run|outputs)/"
 QUICK = ["data.num_workers=0", "trainer.accelerator=cpu"]
 # A run of 1 to 3 seconds: mixed sizes, dropped captions, four savings.
 TRAIN = [
@@ -68,24 +65,18 @@ class Workshop:
         if not self.pairs.is_dir():
             draw_pairs(self.pairs)
 
-    def build(self, cache_dir: str = "cache") -> list[str]:
+    def build(self) -> list[str]:
         """Return overrides of predict.py that build a cache of several shards."""
-        where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}"]
-        return ["task=cache", "model=embedded", *where, *QUICK]
+        return ["task=cache", "model=embedded", f"data.root={self.pairs}", "data.cache_dir=cache", *QUICK]
 
     def train(self, shown: bool = False, output_dir: str = "run", cache_dir: str = "cache") -> list[str]:
         """Return overrides of train.py for a short run that resumes with the same command."""
         where = [f"data.root={self.pairs}", f"data.cache_dir={cache_dir}", f"output_dir={output_dir}", "resume=auto"]
         return [*TRAIN, *QUICK, *where, *(SHOWN if shown else QUIET)]
 
-    def on_copy(self, folder: Path) -> list[str]:
-        """Return overrides of train.py for a run on a copied cache."""
-        return [*TRAIN, *QUICK, *QUIET, f"data.shards={folder}", "output_dir=run", "resume=auto"]
-
-    def stream(self) -> list[str]:
-        """Return overrides of train.py for a run on shards in the bucket, read by one thread, so in one order."""
-        quick = [one for one in QUICK if "num_workers" not in one]
-        return [*TRAIN, *quick, *QUIET, "data.num_workers=1", f"data.shards=s3://{BUCKET}/{SHARDS}", "output_dir=run"]
+    def on_shards(self, place: Path | str) -> list[str]:
+        """Return overrides of train.py for a run on the cache in a folder or at a URL."""
+        return [*TRAIN, *QUICK, *QUIET, f"data.shards={place}", "output_dir=run", "resume=auto"]
 
     def export(self, run: Path, output_dir: str = "out") -> list[str]:
         """Return overrides of predict.py that write a run's LoRA for another program."""
@@ -98,7 +89,7 @@ class Workshop:
         return [*told, f"output_dir={output_dir}", "trainer.accelerator=cpu"]
 
     def reference(self, kind: str) -> Reference:
-        """Of build, train (on a cache), shown (with pictures, and the cache), copy, streamed, export, edit."""
+        """Return the undisturbed command of one of `KINDS`; `shown` samples images and builds its cache."""
         with self._lock:
             if kind not in self._references:
                 self._references[kind] = self._make(kind)
@@ -113,8 +104,7 @@ class Workshop:
         note = partial(hooks.note_changes, FILES, str(folder / "changes.txt"))
         started = time.monotonic()
         used: list[Hook] = [hooks.be_quick, note]
-        address = environment(store()) if kind == "streamed" else {}
-        command = Command(script, overrides, folder, folder / "log.txt", used, address)
+        command = Command(script, overrides, folder, folder / "log.txt", used)
         if command.wait(300) != 0:
             raise RuntimeError(f"the undisturbed command fails: {command.line}\n{command.text[-2000:]}")
         return Reference(folder, time.monotonic() - started, (folder / "changes.txt").read_text().splitlines())
@@ -122,13 +112,10 @@ class Workshop:
     def _command(self, kind: str, folder: Path) -> tuple[str, list[str]]:
         if kind == "build":
             return "predict", self.build()
-        if kind == "streamed":
-            upload(cache_folder(self.reference("build").folder / "cache"), SHARDS)
-            return "train", self.stream()
         if kind in ("train", "copy"):
             shutil.copytree(self.reference("build").folder / "cache", folder / "cache")
         if kind == "copy":
-            return "train", self.on_copy(cache_folder(folder / "cache"))
+            return "train", self.on_shards(cache_folder(folder / "cache"))
         if kind in ("train", "shown"):
             return "train", self.train(kind == "shown")
         run = self.reference("train").folder / "run"

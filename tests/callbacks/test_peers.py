@@ -17,8 +17,6 @@ pytestmark = pytest.mark.slow
 
 LINES = {
     "mistake": "pair 7 is damaged: delete it",
-    "memory": "out of GPU memory: lower data.batch_size",
-    "disk": "No space left on device: /full",
     "error": "RuntimeError: nobody has thought of it",
 }
 LOST = "another process of this run has ended. Its own line says why; if it has none, it was killed"
@@ -74,11 +72,8 @@ def members(session):
     [
         ("lightning", 0, "kill", "hang"),
         ("torchrun", 1, "kill", "step"),
-        ("lightning", 1, "kill", "hang"),
         ("lightning", 1, "mistake", "step"),
-        ("lightning", 0, "memory", "hang"),
         ("torchrun", 0, "error", "step"),
-        ("torchrun", 0, "disk", "hang"),
     ],
 )
 def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, others):
@@ -92,13 +87,12 @@ def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, 
     seconds = time.time() - failed
     status, text = process.wait(60), (tmp_path / "log").read_text()
     print(f"{launcher}: all ended {seconds:.1f} s after {how} of process {rank}, status {status}")
-    assert seconds < (45 if (launcher, others) == ("torchrun", "hang") else 20), text  # torchrun kills after 30 s
+    assert seconds < 20, text
     assert status, text
     if how != "kill":
         assert text.count(LINES[how]) == 1, text
     elif rank == 1:
-        lines = {"torchrun": "Signal 9 (SIGKILL) received by PID", "lightning": "terminated with code -9. Forcefully"}
-        assert LOST in text or lines[launcher] in text, text
+        assert LOST in text or "Signal 9 (SIGKILL) received by PID" in text, text
     assert text.count("Error executing job") == (how == "error"), text
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
 

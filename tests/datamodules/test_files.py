@@ -30,13 +30,10 @@ KINDS = {
     "older pickle": (pickled(legacy=True), PICKLE),
     "zip": (zipped(), "a zip archive"),
     "gguf": (b"GGUF\x03\0\0\0" + bytes(64), "a GGUF file"),
-    "onnx": (b"\x08\x08\x12\x07pytorch", "an ONNX model"),
     "page": (b"\n<!DOCTYPE HTML>\n<html><title>Sign in</title>", "a web page (HTML)"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "a Git LFS pointer"),
     "error": (b'{"error":"Unauthorized"}', "a JSON text"),
-    "cloud's error": (b'<?xml version="1.0"?><Error/>', "an XML text"),
     "compressed": (b"\x1f\x8b\x08" + bytes(9), "a compressed archive"),
-    "tar": (bytes(257) + b"ustar" + bytes(250), "a tar archive"),
     "zeros": (bytes(4096), "a file of zeros"),
     "nothing": (b"", "an empty file"),
 }
@@ -55,7 +52,7 @@ def test_a_file_of_another_kind_is_named_for_what_it_is_and_not_called_damaged(t
     assert "damaged" not in str(raised.value)
 
 
-@pytest.mark.parametrize("length", [0x28, 0x280, 0x800280, 0x120108])  # the first bytes of pickles and of ONNX
+@pytest.mark.parametrize("length", [0x28, 0x800280])  # the first bytes of pickles
 def test_safetensors_are_known_whatever_the_length_of_their_header(tmp_path: Path, length: int) -> None:
     path = tmp_path / "lora.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b'{"a":')

