@@ -64,11 +64,11 @@ def tokens(view: View) -> int:
 
 
 def measure(sizes: list[tuple[int, int]], buckets: str, batch_size: int, budget: int | None) -> dict[str, object]:
-    """`EPOCHS` of pairs of these sizes, batched.
+    """Batch `EPOCHS` of pairs of these sizes.
 
-    Returns, beside the settings: how many sizes there are; batches an epoch; how many samples and how many different
-    ones a batch has; its tokens as a share of the budget, or of so many of the heaviest sample; and the share of the
-    pixels that are cropped away, on average and at most.
+    Returns:
+        the settings; the number of sizes; batches in an epoch; samples and different samples in a batch; its tokens as
+        a share of the budget, or of the heaviest batch; the share of the pixels that are cropped, mean and maximum.
     """
     framing = Framing(buckets, False, "center", 1, False, preferred=PREFERRED_SIZES)
     views = []

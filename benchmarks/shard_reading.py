@@ -8,7 +8,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import SizeBatchSampler
 from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.index import ShardIndex
-from datamodules.shards.reader import BatchEntry, LatentReader
+from datamodules.shards.reader import LatentReader
 
 WORKERS = 2
 
@@ -76,11 +76,6 @@ def read_sequentially(folder: Path, count: int) -> float:
     return count / (time.perf_counter() - start)
 
 
-def in_threads(load: Callable[[BatchEntry], Any], sampler: SizeBatchSampler) -> ThreadedLoader:
-    """Return the batches that `load` reads, as a run reads them."""
-    return ThreadedLoader(load, sampler, WORKERS)
-
-
 def measure(loader: Iterable[Any], batch_size: int, draws: int) -> float:
     """Return the samples per second that arrive, after the first few."""
     batches = iter(loader)
@@ -111,7 +106,7 @@ def main() -> None:
             results.setdefault("sequential read", []).append(read_sequentially(cache.folder, count))
             for size in (1, 4):
                 sampler = SizeBatchSampler(["one size"] * count, size, seed=0)
-                ours = in_threads(shards, sampler)
+                ours = ThreadedLoader(shards, sampler, WORKERS)
                 theirs = DataLoader(dataset=files, batch_sampler=sampler, num_workers=WORKERS)
                 results.setdefault(f"shards, batch {size}", []).append(measure(ours, size, 2 * count))
                 results.setdefault(f".pt files, batch {size}", []).append(measure(theirs, size, 2 * count))

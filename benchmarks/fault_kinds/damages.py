@@ -19,7 +19,7 @@ DELETE = re.compile(r"delete it|remove the file|start it again")
 
 
 def damage(path: Path, random: Random, kinds: tuple[str, ...] = KINDS) -> str:
-    """Change a file in one of these ways; says how."""
+    """Change a file in one of these ways; return the change in words."""
     content = bytearray(path.read_bytes())
     kind = random.choice(kinds) if content else "filled"
     place = random.randrange(max(1, len(content)))
@@ -36,7 +36,7 @@ def damage(path: Path, random: Random, kinds: tuple[str, ...] = KINDS) -> str:
 
 
 class Damaged:
-    """A file that was damaged, and how it was before."""
+    """A damaged file, with its content before."""
 
     def __init__(self, round: Round, path: Path, kinds: tuple[str, ...] = KINDS) -> None:
         self.round = round
@@ -45,7 +45,7 @@ class Damaged:
         round.words.append(damage(path, round.random, kinds))
 
     def heed(self) -> None:
-        """Do what the error's line tells to do; a BadError where it does not name the file, or tells nothing."""
+        """Follow the error line; raise a BadError if it does not name the file or a fix."""
         line = self.round.lines[-1]
         if self.path.name not in line:
             raise BadError(f"{self.path.name} is not named: {line}")
@@ -58,7 +58,7 @@ class Damaged:
 
 
 def damaged_cache(round: Round) -> None:
-    """One or two files of a finished cache, before a run, or before the same build."""
+    """damaged files of a finished cache"""
     folder = round.take_cache()
     lists = [folder / "manifest.json", folder / "files-0.jsonl", folder.parent / "models.jsonl"]
     choices = [*lists, *sorted(folder.glob("latents-*"))[:6]]
@@ -76,7 +76,7 @@ def damaged_cache(round: Round) -> None:
 
 
 def damaged_copy(round: Round) -> None:
-    """A file of a copied cache that is trained on with data.shards=FOLDER."""
+    """a damaged file of data.shards=FOLDER"""
     folder = round.take_cache()
     choices = [folder / "manifest.json", *sorted(folder.glob("latents-*"))[:4]]
     damaged = Damaged(round, round.random.choice(choices))
@@ -89,7 +89,7 @@ def damaged_copy(round: Round) -> None:
 
 
 def damaged_build(round: Round) -> None:
-    """Files of a killed build: its tars, their parts of the index, and its lists of checksums."""
+    """damaged files of a killed build"""
     round.kill(round.moment("build", timed=False), "predict", *round.shop.build())
     left = sorted(path for path in round.folder.glob("cache/*/**/*") if path.is_file() and path.name != ".used")
     chosen = round.random.sample(left, min(len(left), round.random.randint(1, 3)))
@@ -107,7 +107,7 @@ def damaged_build(round: Round) -> None:
 
 
 def damaged_checkpoint(round: Round) -> None:
-    """The last checkpoint of a killed run: the one before is used. Or all of them: one line, and the run is removed."""
+    """damaged checkpoints of a killed run"""
     round.take_cache()
     run = round.folder / "run"
     moment = round.moment("train", SAVED, timed=False)
@@ -140,7 +140,7 @@ def damaged_checkpoint(round: Round) -> None:
 
 
 def damaged_lora(round: Round) -> None:
-    """A LoRA file, cut short or empty, that is sampled with or exported."""
+    """a LoRA file, cut short or empty"""
     shutil.copytree(round.shop.reference("train").folder / "run", round.folder / "run")
     path = round.folder / "run" / "lora" / "last" / WEIGHTS
     damaged = Damaged(round, path, STRUCTURAL)

@@ -20,7 +20,7 @@ Content = dict[str, tuple[dict[str, Any], bytes]]
 
 
 class BadError(Exception):
-    """A round that must not end so: what is wrong."""
+    """A round with a wrong end."""
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -70,7 +70,7 @@ def cache_content(folder: Path) -> Content:
 
 
 def cache_differences(one: Path, other: Path) -> list[str]:
-    """Between two cache_dirs."""
+    """Return the differences between two cache_dirs."""
     first, second = (cache_content(cache_folder(path)) for path in (one, other))
     lost, new = sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())
     changed = [id for id in first.keys() & second.keys() if first[id] != second[id]]
@@ -79,9 +79,7 @@ def cache_differences(one: Path, other: Path) -> list[str]:
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, without the number by which Lightning's loggers count batches: it is saved before it is
-    counted up, so each resuming leaves it one lower, and nothing else reads it.
-    """
+    """Load a checkpoint without the loggers' count of batches, which each resumed run leaves one lower."""
     content: dict[str, Any] = torch.load(path, weights_only=True)
     del content["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
     return content
@@ -109,7 +107,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def run_differences(one: Path, other: Path) -> list[str]:
-    """Between two runs, the first of which was not disturbed; the other may have saved more often."""
+    """Return the differences between an undisturbed run and another, which may have saved more often."""
     wrong = [name for name in sorted(weights_of(one)) if not same_file(one / name, other / name)]
     for name in ("validation.csv", "grid.png"):
         if (one / name).exists() and not same_file(one / name, other / name):

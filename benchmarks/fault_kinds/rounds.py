@@ -127,7 +127,7 @@ class Round:
         return command
 
     def kill(self, moment: Moment, script: str, *overrides: str, also: Sequence[Hook] = ()) -> None:
-        """kill -9 at this moment, or let it end before."""
+        """Run a command that is killed at this moment, unless it ends before."""
         command = self.strike(moment, signal.SIGKILL, script, *overrides, also=also)
         self.ended(command, (0, -signal.SIGKILL))
         self.hit = command.status != 0

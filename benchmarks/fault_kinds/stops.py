@@ -20,7 +20,7 @@ FIRST_SAVING = 12
 
 
 def kill_build(round: Round, pattern: str | None = None) -> None:
-    """kill -9 while a cache is built, up to three times."""
+    """kill -9 while a cache is built"""
     counted = round.folder / "encoded"
     also = [partial(hooks.count_encodings, str(counted))]
     kills = round.random.randint(1, 3)
@@ -34,12 +34,12 @@ def kill_build(round: Round, pattern: str | None = None) -> None:
 
 
 def kill_merge(round: Round) -> None:
-    """kill -9 while the index of a cache is written."""
+    """kill -9 while an index is written"""
     kill_build(round, MERGED)
 
 
 def kill_train(round: Round) -> None:
-    """kill -9 while a run trains or saves, up to three times; sometimes with images and the build of its cache."""
+    """kill -9 while a run trains or saves"""
     kind = "shown" if round.random.random() < 0.25 else "train"
     if kind == "train":
         round.take_cache()
@@ -55,7 +55,7 @@ def kill_train(round: Round) -> None:
 
 
 def kill_first_saving(round: Round) -> None:
-    """kill -9 while a run saves for the first time."""
+    """kill -9 during a run's first checkpoint"""
     round.take_cache()
     moment = round.moment("train", SAVED, timed=False)
     first = moment._replace(change=round.random.randint(1, FIRST_SAVING))
@@ -65,7 +65,7 @@ def kill_first_saving(round: Round) -> None:
 
 
 def kill_export(round: Round) -> None:
-    """kill -9 while a LoRA is written for another program."""
+    """kill -9 while a LoRA is exported"""
     reference = round.shop.reference("train").folder / "run"
     command = round.shop.export(reference)
     round.kill(round.moment("export"), "predict", *command)
@@ -74,7 +74,7 @@ def kill_export(round: Round) -> None:
 
 
 def kill_one_of_two(round: Round) -> None:
-    """kill -9 of one of two commands that build a cache; the other, which may be waiting, builds it."""
+    """kill -9 of one of two builds"""
     moment = round.moment("build")
     names = [round.shop.build() for _ in range(2)]
     other = None
@@ -92,7 +92,7 @@ def kill_one_of_two(round: Round) -> None:
 
 
 def stop(round: Round) -> None:
-    """SIGTERM, SIGINT or SIGUSR1 to a run, a build or a prediction, sometimes twice."""
+    """SIGTERM, SIGINT or SIGUSR1 to any command"""
     kind = round.random.choice(["train", "train", "shown", "build", "edit"])
     number = round.random.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     if kind in ("train", "edit"):
@@ -118,7 +118,7 @@ def stop(round: Round) -> None:
 
 
 def _again(round: Round, process: Command, number: signal.Signals) -> None:
-    """The signal once more, soon after the first or later."""
+    """Send the signal again, soon after the first or later."""
     seconds = round.random.choice([round.random.uniform(0, 0.2), round.random.uniform(1, 2)])
     round.words.append(f"again {seconds:.2f} s later")
     time.sleep(seconds)
@@ -126,7 +126,7 @@ def _again(round: Round, process: Command, number: signal.Signals) -> None:
 
 
 def same_output(round: Round, kind: str, pattern: str, name: str = "out") -> None:
-    """SIGTERM, SIGINT or SIGUSR1 to any command"""
+    """Raise a BadError unless the output files equal those of the reference."""
     reference = round.shop.reference(kind).folder / "out"
     files = sorted(path.name for path in reference.glob(pattern))
     same = same_picture if pattern == "*.png" else same_file
