@@ -139,11 +139,7 @@ def test_caches_are_named_and_old_ones_deleted_when_told_but_the_last_used_stays
 
 
 def test_task_that_does_not_exist(run):
-    names = "edit, cache, preview, clean, quantize, inspect, compare_precision, caption, export, average or lora_info"
-    assert (
-        f"task=catch: there is no such task. Did you mean cache? Choose {names}."
-        in run("predict", "task=catch", ok=False).error
-    )
+    assert "task=catch: there is no such task. Did you mean cache?" in run("predict", "task=catch", ok=False).error
 
 
 def test_command_that_trains_on_a_cache_is_quoted(run, tiny, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from report.tables import read_validation
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.quantized import MODEL, NAMES, quantized
-from tests.support.same_runs import assert_close, assert_close_losses, assert_close_models, column
+from tests.support.same_runs import assert_close, assert_close_losses, column
 from tests.support.several_runs import DDP, FSDP, arguments_of
 
 SETTINGS = ["scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=float32"]
@@ -51,23 +51,17 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two
     def orthogonal(kind, *more):
         return [*short(tiny, pairs, tmp_path / kind / "ortho", 4), *SETTINGS, "adapter=ortho_tlora", *more]
 
-    def full(kind, *more):
-        common = [part for part in short(tiny, pairs, tmp_path / kind / "full", 2) if not part.startswith("adapter.")]
-        return [*common, *SETTINGS, "adapter=full", "adapter.text_encoders=true", *more]
-
     for name in NAMES:
         run("train", *overrides("one", name, "data.batch_size=2"))
-    run("train", *full("one", "data.batch_size=2"))
     run("train", *orthogonal("one", "data.batch_size=2"))
     run("train", *plain("one", "data.batch_size=2"))
     dump = "+callbacks.dump={_target_: tests.support.probes.DumpWeights, folder: " + str(tmp_path) + "}"
-    others = [orthogonal("two", *DDP), plain("two", *DDP, dump), full("two", *DDP)]
+    others = [orthogonal("two", *DDP), plain("two", *DDP, dump)]
     status, text = in_two_processes([*(overrides("two", name, *DDP) for name in NAMES), *others])
     assert status == 0, text
     for name in (*NAMES, "ortho", "plain"):
         assert_close(*(tmp_path / kind / name for kind in ("one", "two")))
     assert column(tmp_path / "one" / "ortho", "active_rank") == column(tmp_path / "two" / "ortho", "active_rank")
-    assert_close_models(*(tmp_path / kind / "full" for kind in ("one", "two")))
     assert_close_losses(*(tmp_path / kind / "plain" for kind in ("one", "two")))
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
@@ -126,12 +120,7 @@ def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(tiny,
     [
         ("model.quantization.format=nf4", "trainer=fsdp cannot split transformer_blocks.0.attn.to_q"),
         ("optimizer=adamw_8bit", "trainer=fsdp: AdamW8bit needs whole weights"),
-        ("optimizer=prodigy", "trainer=fsdp: Prodigy needs whole weights"),
         ("model.offload.blocks=2", "model.offload.blocks: trainer=fsdp splits the blocks"),
-        (
-            "model.offload.activations=true model.gradient_checkpointing=every_2",
-            "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full",
-        ),
     ],
 )
 def test_what_cannot_be_split_is_one_line(run, tiny, pairs, tmp_path, setting, message):

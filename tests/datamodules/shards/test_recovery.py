@@ -1,8 +1,10 @@
 """A cache after kills and damage: finished samples are found again."""
 
+import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,14 @@ def test_copy_whose_tar_is_not_whole_is_refused_at_once(cache):
     tar.write_bytes(tar.read_bytes()[:-1])
     with pytest.raises(UserError, match=f"{tar.name} is incomplete. Copy it"):
         open_shards(Folder(cache.folder), PARTS)
+
+
+def test_cache_that_may_not_be_written_is_only_read(cache, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    assert not cache.touch()
 
 
 @pytest.mark.parametrize("offset", [10**15, 512])
