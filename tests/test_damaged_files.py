@@ -151,7 +151,7 @@ def test_task_quantize_on_a_full_disk_leaves_nothing_and_can_be_tried_again(run,
 def test_a_rank_that_no_layer_has_is_refused(copy):
     _, module = copy()
     module("adapter.rank=64").check()
-    with pytest.raises(UserError, match=r"adapter\.rank=1000000: no layer that adapter.target_modules names"):
+    with pytest.raises(UserError, match=r"^adapter\.rank=1000000: "):
         module("adapter.rank=1000000").check()
 
 
