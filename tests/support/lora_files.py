@@ -30,21 +30,20 @@ def layer_names(model, transformer):
     return LayerNames(transformer, FAMILIES[model].layers.native)
 
 
+def random_delta(layer, rank=2, seed=0, dora=False, size=1.0):
+    """Draw a delta of a layer with `in_features` and `out_features`."""
+    generator = torch.Generator().manual_seed(seed)
+    down = torch.randn(rank, layer.in_features, generator=generator) * size
+    up = torch.randn(layer.out_features, rank, generator=generator) * size
+    return LowRank(down, up, torch.rand(layer.out_features, generator=generator) + 0.5 if dora else None)
+
+
 def random_updates(names, targets="default", rank=3, dora=False, seed=0, size=0.1):
     """Draw an update of each target layer."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(*shape):
-        return torch.randn(shape, generator=generator)
-
+    chosen = [name for name in names.shapes if TARGETS[targets](name)]
     return {
-        name: LowRank(
-            numbers(rank, sides.in_features) * size,
-            numbers(sides.out_features, rank) * size,
-            numbers(sides.out_features).abs() + 0.5 if dora else None,
-        )
-        for name, sides in names.shapes.items()
-        if TARGETS[targets](name)
+        name: random_delta(names.shapes[name], rank, 1000 * seed + index, dora, size)
+        for index, name in enumerate(chosen)
     }
 
 

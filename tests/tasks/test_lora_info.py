@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.writing import write
 from tasks.models import known_models
 from tests.support.combinations import first
 from tests.support.commands import ROOT
+from tests.support.lora_files import random_delta
 
 LAYERS = (
     "transformer_blocks.3.attn.to_q",
@@ -33,15 +33,9 @@ def flux():
         return next(model.names for model in known_models() if model.name == "flux_kontext")
 
 
-def update(sides, seed, rank=2):
-    generator = torch.Generator().manual_seed(seed)
-    down = torch.randn(rank, sides.in_features, generator=generator)
-    return LowRank(down, 0.01 * torch.randn(sides.out_features, rank, generator=generator))
-
-
 @pytest.fixture(scope="module")
 def updates(flux):
-    return {layer: update(flux.shapes[layer], seed) for seed, layer in enumerate(LAYERS)}
+    return {layer: random_delta(flux.shapes[layer], seed=seed, size=0.1) for seed, layer in enumerate(LAYERS)}
 
 
 def dense(updates):
@@ -138,7 +132,7 @@ def test_what_is_broken_is_said(info, updates, tmp_path):
 
 def test_two_files_are_compared_as_by_dense_matrices(info, flux, updates, tmp_path):
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    changed = {**updates, "x_embedder": update(flux.shapes["x_embedder"], 77, rank=3)}
+    changed = {**updates, "x_embedder": random_delta(flux.shapes["x_embedder"], 3, 77, size=0.1)}
     *_, removed, _ = LAYERS
     changed[LAYERS[0]] = updates[LAYERS[0]].scaled(1.5)
     del changed[removed]

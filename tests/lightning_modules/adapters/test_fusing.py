@@ -14,6 +14,7 @@ from lightning_modules.adapters.fusing import extract, write_fused
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.pretrained.transformer import transformer_weights
 from tests.support.commands import compose
+from tests.support.lora_files import random_delta
 
 CPU = torch.device("cpu")
 LAYERS = ("transformer_blocks.0.attn.to_q", "single_transformer_blocks.1.proj_mlp", "norm_out.linear")
@@ -30,16 +31,9 @@ def quantized(format):
     return [f"model/quantization={group}", f"model.quantization.format={format}"]
 
 
-def updates_of(transformer, size=0.1, dora=False):
-    generator = torch.Generator().manual_seed(2)
-    found = {}
-    for name in LAYERS:
-        module = transformer.get_submodule(name)
-        down = torch.randn(3, module.in_features, generator=generator)
-        up = torch.randn(module.out_features, 3, generator=generator) * size
-        magnitude = torch.rand(module.out_features, generator=generator) + 0.5 if dora else None
-        found[name] = LowRank(down, up, magnitude)
-    return found
+def updates_of(transformer, dora=False):
+    layers = [transformer.get_submodule(name) for name in LAYERS]
+    return {name: random_delta(layers[seed], 3, seed, dora, 0.3) for seed, name in enumerate(LAYERS)}
 
 
 def expected_weight(weight, update):

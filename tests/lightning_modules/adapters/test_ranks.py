@@ -61,8 +61,7 @@ def test_ranks_and_scales_by_pattern_are_as_peft_has_them(tiny, stock, rslora):
         assert module.adapter.ranks.scale_of(name) == layer.scaling[ADAPTER]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["lora", "tlora", "ortho_tlora", "dora"])
+@pytest.mark.parametrize("adapter", first(2, ["ortho_tlora", "tlora", "lora", "dora"]))
 def test_file_of_each_layers_scale_starts_another_run_as_it_was(tiny, tmp_path, adapter):
     more = [PATTERNS[1], "adapter.use_rslora=true", *(PATTERNS[:1] if adapter in ("lora", "dora") else [])]
     module = build(tiny, adapter, *more)

@@ -118,17 +118,9 @@ def test_file_gives_the_same_output_without_the_base_it_was_made_on(tiny, tmp_pa
     assert len({float(sample.norm()) for sample in expected}) == 3
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_init_from_goes_on_from_the_file(tiny, tmp_path, adapter):
-    module = build(tiny, adapter)
-    learn(module)
-    export(module, tmp_path / "x.safetensors")
-    again = build(tiny, adapter, f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.alpha=3")
-    with torch.no_grad():
-        torch.testing.assert_close(velocity(again, [0.2, 0.7]), velocity(module, [0.2, 0.7]), rtol=1e-5, atol=1e-5)
-        up = again.transformer.get_submodule(LAYER).lora_B[ADAPTER]
-        torch.testing.assert_close(up.weight, module.transformer.get_submodule(LAYER).lora_B[ADAPTER].weight)
-    other = "lora" if adapter == "ortho_tlora" else "ortho_tlora"
+@pytest.mark.parametrize(("adapter", "other"), [("tlora", "ortho_tlora"), ("ortho_tlora", "lora")])
+def test_init_from_refuses_components_of_another_width(tiny, tmp_path, adapter, other):
+    export(build(tiny, adapter), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="was made by adapter="):
         build(tiny, other, f"adapter.init_from={tmp_path / 'x.safetensors'}")
 

@@ -17,7 +17,6 @@ from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.qwen_image.module import QwenImageEdit
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.arithmetic import relative_change
-from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, encode, write
@@ -35,7 +34,7 @@ from tests.support.foreign_files import (
     of_diffusers,
     velocity,
 )
-from tests.support.lora_files import dense
+from tests.support.lora_files import dense, random_delta
 
 FAMILIES = {
     "flux": (foreign_files.flux, FLUX, FluxKontext),
@@ -62,12 +61,6 @@ def relative_error(got, expected):
 @pytest.fixture(scope="module")
 def names():
     return {name: LayerNames(build(), family.layers.native) for name, (build, _, family) in FAMILIES.items()}
-
-
-def random_delta(names, layer, seed=0):
-    shape, generator = names.shapes[layer], torch.Generator().manual_seed(seed)
-    down = torch.randn(2, shape.in_features, generator=generator)
-    return LowRank(down, torch.randn(shape.out_features, 2, generator=generator))
 
 
 def written(path, tensors):
@@ -180,16 +173,8 @@ def test_the_same_layer_by_two_names_is_refused(tmp_path):
 
 def mixed_ranks(names, dora=False):
     """Build layers with different ranks, and one whose name is the ending of others."""
-    generator = torch.Generator().manual_seed(0)
     chosen = [name for name in names.shapes if name.endswith(("proj_out", "to_q", "to_k", "to_v", "proj_mlp"))]
-    return {
-        name: LowRank(
-            torch.randn(2 + number % 3, names.shapes[name].in_features, generator=generator),
-            torch.randn(names.shapes[name].out_features, 2 + number % 3, generator=generator),
-            torch.rand(names.shapes[name].out_features, generator=generator) + 0.5 if dora else None,
-        )
-        for number, name in enumerate(chosen)
-    }
+    return {name: random_delta(names.shapes[name], 2 + index % 3, index, dora) for index, name in enumerate(chosen)}
 
 
 @pytest.mark.parametrize("format", ["kohya", "peft"])
@@ -259,7 +244,7 @@ Z, F, QWEN_IMAGE = "z_image", "flux", "qwen"
 )
 def test_names_in_a_file_are_those_of_its_program(names, model, format, layer, key):
     """Z-Image's queries, keys and values stay apart, as all its programs have them."""
-    tensors = encode({layer: random_delta(names[model], layer)}, format, names[model])
+    tensors = encode({layer: random_delta(names[model].shapes[layer])}, format, names[model])
     assert key in tensors
     assert not [name for name in tensors if "qkv" in name]
     alphas = [one for name, one in tensors.items() if name.endswith(".alpha")]
@@ -282,7 +267,7 @@ TO_K, TO_OUT = "transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_o
     ],
 )
 def test_other_names_of_a_layer_are_known_and_what_is_no_layer_is_left_out(names, tmp_path, key, layer):
-    update = random_delta(names["flux"], layer)
+    update = random_delta(names["flux"].shapes[layer])
     down, up = ("down", "up") if key.endswith("_lora") else ("lora_down", "lora_up")
     halves = {f"{key}.{down}.weight": update.down, f"{key}.{up}.weight": update.up}
     others = {
@@ -299,10 +284,8 @@ def test_other_names_of_a_layer_are_known_and_what_is_no_layer_is_left_out(names
 def test_layers_that_cannot_be_fused_keep_diffusers_names_for_comfyui(names, tmp_path):
     """The default DoRA of FLUX.1 adapts single blocks without proj_mlp, a part of linear1 in ComfyUI."""
     layers = [f"single_transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")]
-    updates = {}
-    for seed, layer in enumerate(layers):
-        plain = random_delta(names["flux"], layer, seed)
-        updates[layer] = LowRank(plain.down, plain.up, torch.rand(len(plain.up)) + 0.5)
+    shapes = names["flux"].shapes
+    updates = {layer: random_delta(shapes[layer], seed=seed, dora=True) for seed, layer in enumerate(layers)}
     path = tmp_path / "dora.safetensors"
     write(path, updates, {}, format="comfyui", names=names["flux"])
     state = safetensors.torch.load_file(path)
