@@ -130,8 +130,6 @@ def test_stop_does_not_wait_for_the_hub(hub, gallery, monkeypatch, said):
     ("setting", "said"),
     [
         ("hub.push=name", "hub.push=name: give owner/name"),
-        ("hub.push=a/b/c", "hub.push=a/b/c: give owner/name"),
-        ("hub.push=owner/na me", "hub.push=owner/na me: give owner/name"),
         ("hub.private=yes please", "hub.private=yes please: must be true or false"),
     ],
 )

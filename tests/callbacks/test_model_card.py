@@ -10,18 +10,14 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from callbacks.model_card import ModelCard as Card
-from callbacks.model_card import is_outdated
 from datamodules.errors import UserError
-from lightning_modules.edit_module import EditModule
 from report import origin
 from report.images import read_strip
 from report.origin import hub_id, licence
 from tasks import fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short
-from tests.support.gallery import SHOWN as SAMPLED
 from tests.support.pictures import make_pairs
-from tests.support.tiny_pipelines import MODELS, every_model
 
 SHOWN = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=1", "callbacks.report=null"]
 
@@ -83,19 +79,6 @@ def test_all_weights_of_every_adapter_have_a_card(run, tiny, tmp_path, settings,
     assert script == "predict.py"
     run("predict", *overrides, *base, *more)
     assert list((tmp_path / "out").glob("*.png"))
-
-
-@every_model
-def test_card_of_every_family(run, tmp_path, arguments, model):
-    run("train", *arguments(model, tmp_path / "run", 1, *SHOWN, shown=True))
-    card = read(tmp_path / "run/lora/last")
-    edits = bool(MODELS[model].controls)
-    assert card.data.pipeline_tag == ("image-to-image" if edits else "text-to-image")
-    assert ("to create images from text" in card.text) != edits
-    assert ("2511" in card.text) == (model == "qwen_image_edit_plus")
-    assert ("FluxKontextMultiReferenceLatentMethod" in card.text) == (model == "flux_kontext")
-    assert ("Control, before, after" in card.text) == edits
-    assert card.text.count("```") % 2 == 0
 
 
 def test_card_belongs_to_its_weights(run, runs, copied, tiny, pairs, tmp_path):
@@ -226,28 +209,6 @@ def test_folder_that_is_a_copy_of_a_repository_has_its_name_and_licence(run, tin
 
 
 @pytest.mark.parametrize(
-    ("folder", "model", "expected"),
-    [
-        ("hub/models--a--b/snapshots/0123", "embedded", "a/b"),
-        ("hub/models--a--b-c.d/snapshots/0123", "flux_dev", "a/b-c.d"),
-        ("models/FLUX.1-dev", "flux_dev", "black-forest-labs/FLUX.1-dev"),
-        ("models/FLUX.1-dev", "flux_kontext", None),
-        ("models/embedded", "embedded", None),
-        ("models/mine", "flux_dev", None),
-        ("models/mine", "of my own", None),
-    ],
-)
-def test_folder_is_named_by_what_it_is_a_copy_of(tmp_path, folder, model, expected):
-    (tmp_path / folder).mkdir(parents=True)
-    assert hub_id(str(tmp_path / folder), model) == expected
-
-
-def test_other_names_are_hub_ids_or_unknown():
-    names = ["owner/name", "embedded", "/not/there"]
-    assert [hub_id(name, "flux_dev") for name in names] == ["owner/name", None, None]
-
-
-@pytest.mark.parametrize(
     ("readme", "expected"),
     [
         ("---\nlicense: apache-2.0\n---\n", {"license": "apache-2.0"}),
@@ -256,28 +217,35 @@ def test_other_names_are_hub_ids_or_unknown():
             {"license": "other", "license_link": "https://x.y/z"},
         ),
         ("---\nlicense: other\nlicense_link: 'x) <script>'\n---\n", {"license": "other"}),
-        ("---\nlicense: [a, b]\n---\n", {}),
         ("---\nlicense: 'a\n---\n", {}),
-        ("---\n- a\n---\n", {}),
-        ("# no front matter\n", {}),
         (None, {}),
     ],
 )
-def test_licence_is_what_the_base_says(tmp_path, caplog, readme, expected):
+def test_licence_is_what_the_base_says(tmp_path, readme, expected):
     if readme is not None:
         (tmp_path / "README.md").write_text(readme)
     assert licence(str(tmp_path), None, None) == expected
-    assert caplog.text == ""
 
 
-def test_licence_of_a_base_that_cannot_be_asked_is_unknown(monkeypatch):
-    assert licence("owner/name", "owner/name", None) == {}
-
+def test_licence_of_a_gated_base_is_unknown(monkeypatch):
     def gated(*_):
         raise UserError("gated")
 
     monkeypatch.setattr(origin, "repository_file", gated)
     assert licence("owner/name", "owner/name", None) == {}
+
+
+def test_folder_is_named_by_what_it_is_a_copy_of(tmp_path):
+    for folder, model, expected in (
+        ("hub/models--a--b-c.d/snapshots/0123", "flux_dev", "a/b-c.d"),
+        ("models/FLUX.1-dev", "flux_dev", "black-forest-labs/FLUX.1-dev"),
+        ("models/FLUX.1-dev", "flux_kontext", None),
+        ("models/mine", "flux_dev", None),
+    ):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        assert hub_id(str(tmp_path / folder), model) == expected
+    names = ["owner/name", "embedded", "/not/there"]
+    assert [hub_id(name, "flux_dev") for name in names] == ["owner/name", None, None]
 
 
 def test_card_that_cannot_be_written_costs_nothing(run, tiny, pairs, tmp_path, monkeypatch):
@@ -288,40 +256,3 @@ def test_card_that_cannot_be_written_costs_nothing(run, tiny, pairs, tmp_path, m
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 1))
     assert "note: no README.md in" in outcome.text
     assert [path.name for path in (tmp_path / "run/lora/last").iterdir()] == ["pytorch_lora_weights.safetensors"]
-
-
-def test_damaged_images_cost_the_card_its_images_only(run, tiny, pairs, gallery, copied):
-    folder = copied(gallery("shown"))
-    for before in (folder / "samples/step-000000").iterdir():
-        before.write_bytes(b"no image")
-    outcome = run("train", *short(tiny, pairs, folder, 5, shown=True), *SAMPLED, "ckpt_path=last")
-    assert "note: no images in" in outcome.text
-    assert read(folder / "lora/last").data.get("widget") is None
-
-
-def test_weights_that_an_error_saved_have_a_card(run, tiny, pairs, tmp_path, monkeypatch):
-    train = EditModule.training_step
-
-    def fail(self, *batch):
-        if self.global_step == 3:
-            raise UserError("it fails")
-        return train(self, *batch)
-
-    monkeypatch.setattr(EditModule, "training_step", fail)
-    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 9), "save_every=2", ok=False)
-    assert outcome.error == "error: it fails"
-    for name, step in {"step-000002": 2, "step-000003": 3, "last": 3}.items():
-        assert f"after step {step} of 9" in read(tmp_path / "run/lora" / name).text
-
-
-def test_card_is_outdated_when_weights_are_newer(tmp_path):
-    weights, card = tmp_path / "w.safetensors", tmp_path / "README.md"
-    assert not is_outdated(tmp_path)
-    card.write_text("older")
-    assert not is_outdated(tmp_path)
-    weights.write_text("x")
-    weights.touch()
-    assert is_outdated(tmp_path)
-    card.write_text("newer")
-    (tmp_path / "samples.png").touch()
-    assert not is_outdated(tmp_path)

@@ -15,7 +15,6 @@ from callbacks import report
 from callbacks.report import Report
 from report.images import data_url, read_strip
 from report.quoting import shareable, without_secrets
-from tests.support.combinations import first
 from tests.support.commands import lora_bytes, short
 from tests.support.gallery import SHOWN
 from tests.support.pictures import make_pairs
@@ -104,10 +103,9 @@ def pages(tmp_path, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("seconds", first(1, [0.0, 1e9]))
-def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, pages, monkeypatch, seconds):
+def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, pages, monkeypatch):
     """At each step that is written, while pictures are made, too; the base's picture is not what came after."""
-    monkeypatch.setattr(report, "SECONDS_BETWEEN_PAGES", seconds)
+    monkeypatch.setattr(report, "SECONDS_BETWEEN_PAGES", 0.0)
     decoded = Counter()
     monkeypatch.setattr(report, "read_strip", lambda path: decoded.update([path]) or read_strip(path))
     text = run("train", *settings, "sample_every=0", "trainer.log_every_n_steps=1").text
@@ -115,9 +113,6 @@ def test_page_of_a_running_run_says_what_is_known_now(run, tmp_path, settings, p
     assert "step 0 of 4" in pages[0]
     assert ">before</figcaption>" in pages[0]
     assert ">after</figcaption>" not in pages[0]
-    if seconds:
-        assert len(pages) == 2  # at the start and at the end
-        return
     for step in (1, 2, 3):
         [page, *_] = (page for page in pages if f"step {step} of 4" in page)
         assert len(json.loads(re.search(r"curves = (\[.*\])", page)[1])[0]["lines"][1]["points"]) >= step - 1
@@ -197,8 +192,6 @@ def test_pictures_of_any_shape_and_name_and_damaged_ones_cost_no_run(run, tiny, 
     ("text", "expected"),
     [
         ("root: /home/ann/pairs", "root: .../pairs"),
-        ("root: /home/ann/pairs/one", "root: .../one"),
-        ("root: ~/private/pairs", "root: .../pairs"),
         (r"root: C:\Users\ann\pairs", "root: .../pairs"),
         ("token: hf_AbCdEfGhIjKlMnOp", "token: ***"),
         ("shards: https://ann:secret@host/x.tar", "shards: https://***@host/x.tar"),
@@ -208,7 +201,6 @@ def test_pictures_of_any_shape_and_name_and_damaged_ones_cost_no_run(run, tiny, 
         ("/Users/Ann Lee/Pictures/my pairs", ".../my pairs"),
         ("shards: file:///home/ann/pairs.tar", "shards: file://.../pairs.tar"),
         ("root: ~ann/private/pairs", "root: .../pairs"),
-        ("dir: outputs/snow", "dir: outputs/snow"),
         ("root: ${data.cache_dir}/shapes/x", "root: ${data.cache_dir}/shapes/x"),
     ],
 )
@@ -221,10 +213,3 @@ def test_values_that_are_named_as_secrets_are_masked():
     assert shareable(settings) == {
         "api_key": "***", "data": {"root": ".../c d", "auth": None}, "list": [".../y"], "lr": 1e-3,
     }  # fmt: skip
-
-
-def test_pictures_of_any_size_fit_the_page():
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (900, 1200, 3), np.uint8))
-    assert decode(data_url(noise)).size == (512, 384)
-    small = noise.crop((0, 0, 100, 60))
-    assert same(decode(data_url(small)), small)

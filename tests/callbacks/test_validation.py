@@ -16,6 +16,7 @@ from torchmetrics.image import PeakSignalNoiseRatio
 from callbacks.validation import Validation
 from report.image_metrics import EditMetrics, FeatureSimilarity, MaskIoU
 from report.images import read_strip
+from tests.callbacks.test_model_card import read
 from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
@@ -160,7 +161,7 @@ def test_samples_of_the_same_pictures_are_held_out_together(tmp_path):
 
 
 @every_model
-def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arguments, tmp_path, model):
+def test_every_family_is_validated_in_bf16_and_has_a_card(run, arguments, tmp_path, model):
     settings = [one for one in arguments(model, tmp_path / "run", 1, shown=True) if "dtype" not in one]
     pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=2"]
     run("train", *settings, *pictures, "data.val_count=2", "model.dtype=bfloat16", "optimizer.lr=1e-2")
@@ -172,6 +173,12 @@ def test_every_family_is_validated_in_bf16_with_each_number_of_controls(run, arg
     assert "psnr (before" in text
     assert text.count('alt="after"') == 2
     assert (tmp_path / "run/grid.png").is_file()
+    card, edits = read(tmp_path / "run/lora/last"), bool(MODELS[model].controls)
+    assert card.data.pipeline_tag == ("image-to-image" if edits else "text-to-image")
+    assert ("to create images from text" in card.text) != edits
+    assert ("2511" in card.text) == (model == "qwen_image_edit_plus")
+    assert ("FluxKontextMultiReferenceLatentMethod" in card.text) == (model == "flux_kontext")
+    assert ("Control, before, after" in card.text) == edits
 
 
 @pytest.mark.parametrize("data", first(1, ["cached", "pairs"]))
@@ -325,12 +332,6 @@ def test_feature_similarity_is_that_of_the_models_own_features(tmp_path, kind):
     expected = torch.nn.functional.cosine_similarity(features[:1], features[1:])
     torch.testing.assert_close(metric.compute(), expected[0], rtol=1e-4, atol=1e-5)
     assert float(metric.compute()) < 0.9999
-
-
-def test_perceptual_metrics_are_a_choice(tmp_path):
-    cfg = compose("train", "callbacks/metrics=perceptual", "data=shapes", f"output_dir={tmp_path}")
-    assert set(cfg.callbacks.validation.metrics) == {"psnr", "ssim", "edit", "lpips", "dino", "clip"}
-    assert isinstance(instantiate(cfg.callbacks.validation), Validation)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Methods that give the host a number or a copy.
-READS = (
+READS = [
     "item",
     "tolist",
     "cpu",
@@ -26,9 +26,7 @@ READS = (
     "__index__",
     "__contains__",
     "__format__",
-)
-
-
+]
 # Operators whose result's shape the host must know, or that read a number.
 SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
 

@@ -7,8 +7,23 @@ import sys
 import pytest
 
 from tests.support.commands import ROOT
-from tests.support.hub_server import REVISION, hub
+from tests.support.servers import REVISION, hub
 from tests.support.stored import as_snapshot, picture
+
+# Prints for each root how many samples it has, its first prompt and the size of its first target, or the error.
+CODE = """
+import sys
+from datamodules.errors import UserError
+from datamodules.images.samples import Root
+from datamodules.images.sources import find_samples
+
+for root in sys.argv[1:]:
+    try:
+        samples = find_samples([Root(root)]).samples
+        print(len(samples), samples[0].prompts[0], len(samples[0].target.open("rb").read()))
+    except UserError as error:
+        print(error)
+"""
 
 
 @pytest.fixture
@@ -23,7 +38,7 @@ def ask(tmp_path):
     def ask(address, *roots):
         environment = {"HF_ENDPOINT": address or "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "home")}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.support.hub_server", *roots],
+            [sys.executable, "-c", CODE, *roots],
             env={**os.environ, **environment, "HF_HUB_OFFLINE": "0" if address else "1"},
             cwd=ROOT,
             capture_output=True,

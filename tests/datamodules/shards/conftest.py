@@ -7,7 +7,7 @@ import pytest
 from datamodules.shards import stores, transfer
 from datamodules.shards.cache import Cache
 from tests.support.latents import fill
-from tests.support.shard_server import Handler, serve
+from tests.support.servers import Handler, serve
 
 
 @pytest.fixture
@@ -15,10 +15,8 @@ def server(cache, monkeypatch):
     monkeypatch.setattr(transfer, "PAUSE", 0.01)
     for facts in (Handler.breaks, Handler.replies, Handler.served, Handler.headers_seen):
         facts.clear()
-    httpd = serve(cache.folder)
-    yield f"http://127.0.0.1:{httpd.server_address[1]}"
-    httpd.shutdown()
-    httpd.server_close()
+    with serve(cache.folder) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

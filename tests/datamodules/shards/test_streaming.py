@@ -13,7 +13,7 @@ from datamodules.shards.index import open_shards
 from datamodules.shards.reader import LatentReader
 from datamodules.shards.transfer import Bucket
 from tasks.terminal import configure_logging
-from tests.support.shard_server import Handler, serve, upload
+from tests.support.servers import Handler, serve, upload
 
 PARTS = {"dtype": "bfloat16"}
 
@@ -132,12 +132,10 @@ def test_permanent_refusal_is_tried_once(cache, server, status, words, tries):
 
 
 def test_login_in_a_url_is_sent_to_its_host_only(cache, server):
-    other = serve(cache.folder)
-    Handler.replies["manifest.json"] = (302, {"Location": f"http://127.0.0.1:{other.server_address[1]}/other"}, b"")
-    with pytest.raises(UserError, match="it contains no manifest"):
-        opened(server.replace("://", "://user:p%40ss@"))
-    other.shutdown()
-    other.server_close()
+    with serve(cache.folder) as other:
+        Handler.replies["manifest.json"] = (302, {"Location": f"{other}/other"}, b"")
+        with pytest.raises(UserError, match="it contains no manifest"):
+            opened(server.replace("://", "://user:p%40ss@"))
     assert [seen["Authorization"] for seen in Handler.headers_seen] == ["Basic dXNlcjpwQHNz", None]
 
 

@@ -18,9 +18,9 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import ROOT, compose, lora_bytes, rows, run_code, short, weights
-from tests.support.hub_server import hub
 from tests.support.lora_files import layer_names, random_updates
 from tests.support.same_runs import SMOOTH_ADAM, assert_close
+from tests.support.servers import hub
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_adapters import build, gradients, learn, velocity
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from datamodules.hub import repository_file
 from lightning_modules.pretrained.repository import load_component, read_index, resolve_device
 from tests.support.commands import ROOT, run_code
 from tests.support.quantized import load
+from tests.support.servers import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODELS = ["text_encoder", "text_encoder_2", "vae", "transformer"]
@@ -100,25 +99,8 @@ def test_impossible_device_is_refused(name):
         resolve_device(name, "model.devices.vae")
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """A hub whose one repository is gated and whose others do not exist."""
-
-    def do_HEAD(self):
-        code = "GatedRepo" if "gated" in self.path else "RepoNotFound"
-        self.send_response(403 if code == "GatedRepo" else 404)
-        self.send_header("X-Error-Code", code)
-        self.end_headers()
-
-    do_GET = do_HEAD
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.mark.slow
 def test_gated_and_missing_repositories_are_told_apart_and_the_token_never_shown(tmp_path):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
         "import json\n"
         "from lightning_modules.pretrained.repository import read_index\n"
@@ -129,14 +111,9 @@ def test_gated_and_missing_repositories_are_told_apart_and_the_token_never_shown
         "    except UserError as error: lines.append(str(error))\n"
         "print(json.dumps(lines))\n"
     )
-    result = run_code(
-        code,
-        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
-        HF_HUB_OFFLINE="0",
-        HF_TOKEN="hf_averysecrettoken",
-        HF_HOME=str(tmp_path),
-    )
-    server.shutdown()
+    with hub(tmp_path) as address:
+        environment = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_averysecrettoken", "HF_HOME": str(tmp_path)}
+        result = run_code(code, HF_ENDPOINT=address, **environment)
     gated, missing = json.loads(result.stdout)
     assert "owner/gated is gated: accept its licence" in gated
     assert "log in" in gated

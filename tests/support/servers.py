@@ -1,0 +1,159 @@
+"""Servers on the loopback address: a hub of one repository, and a server of shards with faults."""
+
+import hashlib
+import json
+import urllib.error
+import urllib.request
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import ClassVar
+from urllib.parse import unquote, urlparse
+
+NAME = "owner/name"
+REVISION = "a" * 40
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Sends the status, headers and body that `answer` returns for the folder of its server."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, request, address, server):
+        self.folder = server.folder
+        super().__init__(request, address, server)
+
+    def do_GET(self):
+        status, headers, body = self.answer(unquote(urlparse(self.path).path))
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": len(body)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.send_body(body)
+
+    def send_body(self, body):
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+class _Hub(_Handler):
+    def answer(self, path):
+        _, name, rest = path.replace("/datasets/", "/", 1).partition(f"/{NAME}")
+        kind, _, rest = rest.removeprefix("/").partition("/")
+        place = self.folder / rest.partition("/")[2]
+        if "gated" in path:
+            return 403, {"X-Error-Code": "GatedRepo"}, b""
+        if not name or kind not in ("", "revision", "tree", "resolve"):
+            return 404, {"X-Error-Code": "RepoNotFound"}, b'{"error": "Repository not found"}'
+        if kind in ("", "revision"):
+            files = [str(one.relative_to(self.folder)) for one in self.folder.rglob("*") if one.is_file()]
+            facts = {"_id": "1", "id": NAME, "sha": REVISION, "private": False, "gated": False, "disabled": False}
+            more = {"tags": [], "downloads": 0, "likes": 0, "siblings": [{"rfilename": name} for name in files]}
+            return 200, {}, json.dumps({**facts, **more}).encode()
+        if kind == "tree" and place.is_dir():
+            return 200, {}, json.dumps([self.entry(one) for one in sorted(place.iterdir())]).encode()
+        if kind == "resolve" and place.is_file():
+            return 200, {"ETag": f'"{_checksum(place)}"', "X-Repo-Commit": REVISION}, place.read_bytes()
+        return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": REVISION}, b'{"error": "Entry not found"}'
+
+    def entry(self, path):
+        name = str(path.relative_to(self.folder))
+        if path.is_dir():
+            return {"type": "directory", "path": name, "oid": "0"}
+        return {"type": "file", "path": name, "size": path.stat().st_size, "oid": _checksum(path)}
+
+    do_HEAD = _Handler.do_GET
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+class Handler(_Handler):
+    """Serves the shards of a folder, or of the server `upstream`, with faults.
+
+    Attributes:
+        breaks: by name, the bytes after which each next response breaks off.
+        replies: by name, the status, headers and body that are sent instead.
+        ranges: whether ranges are known.
+        served: by name, the ranges that were requested.
+    """
+
+    breaks: ClassVar[dict[str, list[int]]] = {}
+    replies: ClassVar[dict[str, tuple]] = {}
+    served: ClassVar[dict[str, list[str | None]]] = defaultdict(list)
+    headers_seen: ClassVar[list] = []
+    ranges = True
+    upstream = ""
+
+    def answer(self, path):
+        self.name = path.rpartition("/")[2]
+        self.served[self.name].append(self.headers["Range"])
+        self.headers_seen.append(self.headers)
+        if self.name in self.replies:
+            return self.replies[self.name]
+        if self.upstream:
+            return self.forward()
+        if not (file := Path(f"{self.folder}{path}")).is_file():
+            return 404, {}, b""
+        data = file.read_bytes()
+        headers = {"ETag": f'"{zlib.crc32(data)}"'}
+        if not (self.ranges and self.headers["Range"]):
+            return 200, headers, data
+        start, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = data[start : last + 1]
+        return 206, {**headers, "Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(data)}"}, part
+
+    def send_body(self, body):
+        places = self.breaks.get(self.name)
+        self.wfile.write(body[: places[0]] if places else body)
+        if places:
+            places.pop(0)
+            self.wfile.flush()
+            self.close_connection = True
+
+    do_PUT = _Handler.do_GET  # where S3 asks for credentials
+
+    def forward(self):
+        request = urllib.request.Request(self.upstream + self.path, headers=dict(self.headers))
+        try:
+            with urllib.request.urlopen(request) as reply:
+                kept = ("ETag", "Content-Range", "Last-Modified")
+                return reply.status, {key: reply.headers[key] for key in kept if reply.headers[key]}, reply.read()
+        except urllib.error.HTTPError as error:
+            return error.code, {}, error.read()
+
+
+@contextmanager
+def serve(folder: Path, handler: type[_Handler] = Handler) -> Iterator[str]:
+    """Temporarily serve a folder; yields the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    server.folder = folder
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def hub(folder: Path):
+    """Serve a folder as the repository owner/name, for models and data sets; repositories named gated are gated."""
+    return serve(folder, _Hub)
+
+
+def upload(folder):
+    import boto3
+
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    for path in folder.iterdir():
+        client.upload_file(str(path), "bucket", f"folder/{path.name}")
