@@ -68,4 +68,5 @@ def kernels(bench: Bench, facts: Facts) -> list[str]:
                 wrong.append(f"{kind} times scales is another {dtype}")
         if not torch.equal(transposed(weight).view(torch.uint8), weight.view(torch.uint8).t()):
             wrong.append(f"another transpose of {kind}")
+    facts["differences"] = len(wrong)
     return wrong

@@ -58,7 +58,7 @@ def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
     assert sizes[0] > sizes[1] > sizes[2]
 
 
-@pytest.mark.parametrize("model", first(1, ["flux_kontext_fp8", "flux2_klein_4b"]))
+@pytest.mark.parametrize("model", first(1, ["flux2_klein_4b", "flux_kontext_fp8"]))
 def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositories, pairs, tmp_path, monkeypatch, model):
     """Only JSON files exist; the plan is complete, also quantized and with statistics in the autoencoder's weights."""
     name = compose("train", f"model={model}").model.pretrained_model_name_or_path
