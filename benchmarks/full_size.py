@@ -1,10 +1,18 @@
-"""Real transformers with random weights, in each precision, and the time and memory of their training steps.
+"""A training step of a real transformer with random weights, in each precision, on a GPU where there is one.
+
+    python benchmarks/full_size.py --output benchmarks/results/h100.json
 
 Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only: the forward
 pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
 """
 
+import argparse
+import json
+import shlex
+import sys
+import tempfile
 import zlib
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,13 +20,14 @@ import torch
 from hydra.utils import instantiate
 from torch import Tensor
 
-from benchmarks.memory import compose, loss
+from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.estimation.flops import mean_seconds, step_flops
+from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import transformer
 from lightning_modules.pretrained.weights import Weights
+from tasks.terminal import silence_libraries
 
 Row = dict[str, Any]
 PRECISIONS = {
@@ -95,3 +104,53 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
         "share_of_matrix_peak": round(flops / taken / peak, 3),
         "peak_memory_gb": None if memory is None else round(memory / 1e9, 2),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="flux_kontext")
+    parser.add_argument("--folder", help="a local model's configuration, in place of the real one")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "fp8", "nf4"])
+    parser.add_argument("--size", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--checkpointing", nargs="+", default=["full", "none"])
+    parser.add_argument("--matrix", type=int, default=8192, help="side of the product that the peak is measured by")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("settings", nargs="*", help="of train.py: adapter=tlora, model.compile=true, ...")
+    options = parser.parse_args()
+    silence_libraries()
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = matrix_peak(device, options.matrix)
+    print(f"{name}: {peak / 1e12:.1f} TFLOP/s in bf16 products")
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or temporary
+        if folder == temporary:
+            write_shallow(options.model, None, folder)
+        for precision in options.precisions:
+            module = build(options.model, folder, precision, device, *options.settings)
+            for side in options.size:
+                torch.compiler.reset()  # each size has a graph of its own, as where data has one
+                batch = random_batch(module, side, options.batch, device)
+                for policy in options.checkpointing:
+                    row: Row = {"precision": precision, "side": side}
+                    try:
+                        row |= measure(module, batch, policy, options.rounds, peak)
+                    except torch.OutOfMemoryError:
+                        row |= {"checkpointing": policy, "out_of_memory": True}
+                    rows.append(row)
+                    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            del module
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if options.output is not None:
+        command = shlex.join(["python", "benchmarks/full_size.py", *sys.argv[1:]])
+        facts = {"command": command, "device": name, "torch": torch.__version__, "matrix_peak_tflops": peak / 1e12}
+        options.output.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
