@@ -207,7 +207,7 @@ def test_average_cannot_begin_end_or_change_in_a_run(run, tiny, pairs, tmp_path)
             ["ema.half_life=100", "optimizer=adamw_schedule_free"],
             "ema.half_life=100: AdamWScheduleFree averages its weights already",
         ),
-        (["ema.half_life=0.5"], "ema.half_life=0.5: must be a number from 1 on or null"),
+        (["ema.half_life=0"], "ema.half_life=0: must be a number above 0 or null"),
         (["ema=100"], "write ema.half_life=100"),
     ],
 )

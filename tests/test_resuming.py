@@ -149,7 +149,8 @@ def compare(gallery, copied, tiny, pairs, monkeypatch):
     monkeypatch.setattr(resuming.log, "info", noted.append)
 
     def compare(*changed):
-        settings = OmegaConf.to_container(compose("train", *short(tiny, pairs, folder, 2), *changed))
+        cache = f"data.cache_dir={OmegaConf.load(compare.config).data.cache_dir}"  # of the worker that made the run
+        settings = OmegaConf.to_container(compose("train", *short(tiny, pairs, folder, 2), cache, *changed))
         check_resumable(settings, RunFolder(folder))
         return [note.replace(f" in {folder}", "") for note in noted]
 
