@@ -156,7 +156,7 @@ def test_other_families_train_and_predict(run, arguments, photo, tmp_path, model
     settings = short_of(arguments(model, tmp_path / "run", 2), adapter)
     run("train", *settings, *LEARNS)
     image = [] if model == "z_image" else [f"image={photo}"]
-    asked = [f"lora={tmp_path / 'run'}", "prompt=x", "num_inference_steps=1", *image, "height=32", "width=48"]
+    asked = [f"lora={tmp_path / 'run'}", "prompt=x", "num_inference_steps=2", *image, "height=32", "width=48"]
     run("predict", *asked, "lora_scale=[0,1]", f"output_dir={tmp_path / 'out'}")
     off, on = (pixels(path) for path in sorted((tmp_path / "out").glob("*.png")))
     assert (off != on).any()

@@ -86,9 +86,9 @@ def test_run_folder_holds_what_is_promised(run, gallery, tmp_path):
 @pytest.mark.slow
 def test_samples_in_the_middle_of_a_window_change_nothing(run, runs, tiny, pairs, tmp_path):
     window = "trainer.accumulate_grad_batches=2"
-    sampled = [*short(tiny, pairs, tmp_path / "sampled", 3, shown=True), "model.sampling.num_inference_steps=1"]
-    run("train", *sampled, window, "sample_every=1")
-    assert lora_bytes(runs(3, window).folder) == lora_bytes(tmp_path / "sampled")
+    once = "model.sampling.num_inference_steps=1"
+    run("train", *short(tiny, pairs, tmp_path / "sampled", 3, shown=True), once, window, "sample_every=1")
+    assert lora_bytes(runs(3, window, once).folder) == lora_bytes(tmp_path / "sampled")
 
 
 def test_loss_that_is_not_finite_is_not_applied_and_stops_after_some(run, tiny, pairs, tmp_path):
