@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 from runs.run_folder import shorten
 from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments
+from tasks.check_keys import check_keys, check_read, chosen_task
+from tasks.check_values import check_ranges
 from tasks.folders import IN_CACHE_DIR, in_use
-from tasks.keys import check_keys, check_read, chosen_task
 from tasks.resolvers import CONF
-from tasks.settings import check_ranges
 from tasks.terminal import command_line, end_workers, one_line_errors
 
 

@@ -10,11 +10,11 @@ from omegaconf import DictConfig
 from runs.run_folder import shorten
 from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments, with_run_settings
+from tasks.check_keys import check_keys, chosen_task
+from tasks.check_values import check_ranges, check_shards
 from tasks.folders import in_use
-from tasks.keys import check_keys, chosen_task
 from tasks.placement import queued_again
 from tasks.resolvers import CONF
-from tasks.settings import check_ranges, check_shards
 from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from datamodules.images.framing import Framing, View
+from datamodules.images.resizing import Framing, View
 from datamodules.images.samples import Root, Sample
 from datamodules.sampler import SizeBatchSampler, samples_per_batch
 from lightning_modules.families.flux.module import PREFERRED_SIZES

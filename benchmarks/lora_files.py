@@ -25,8 +25,8 @@ from hydra.utils import instantiate
 from benchmarks.made_up_weights import write_transformer
 from benchmarks.memory import compose
 from lightning_modules.adapters.fusing import extract, write_fused
+from lightning_modules.lora_files.compatibility import check_with_diffusers
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.programs import check_with_diffusers
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from lightning_modules.pretrained.transformer import TransformerSource

@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_modules.adapters.targets import resolve_targets
 from lightning_modules.family import Family
-from lightning_modules.lora_files.programs import readers
+from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from tasks.models import without_network
 from tasks.resolvers import CONF

@@ -15,8 +15,8 @@ from callbacks.validation import Validation
 from datamodules.files import replacing
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
+from lightning_modules.lora_files.compatibility import Reader, readers
 from lightning_modules.lora_files.kinds import common_kind
-from lightning_modules.lora_files.programs import Reader, readers
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED
 from lightning_modules.timing import NOT_TRAINING

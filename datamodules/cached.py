@@ -13,7 +13,7 @@ from datamodules.base import Example, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch
 from datamodules.contents import look_up
 from datamodules.errors import UserError, listing, without_credentials
-from datamodules.images.framing import Size, View
+from datamodules.images.resizing import Size, View
 from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.prefetch import ThreadedLoader

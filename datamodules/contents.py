@@ -8,7 +8,7 @@ from typing import NamedTuple
 from datamodules.files import reading
 from datamodules.hashes import FileHashes
 from datamodules.images.decoding import Facts
-from datamodules.images.framing import View
+from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile, Sample
 from datamodules.images.windows import Window

@@ -13,7 +13,7 @@ from datamodules.contents import Content, Entry, entries_by_id, roles
 from datamodules.errors import UserError
 from datamodules.hashes import FileHashes, Hashed, hash_file
 from datamodules.images.decoding import image_facts
-from datamodules.images.framing import View
+from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import ConditionImages

@@ -20,13 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 from datamodules.base import DataModule, Example, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import UserError, count_of, listing
-from datamodules.images.framing import Framing, Size, View, bucket_notes, notes_on
+from datamodules.images.resizing import Framing, Size, View, bucket_notes, notes_on
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.prefetch import Prefetcher
-from datamodules.sampler import SizeBatchSampler, drawn_caption, drawn_preserved
-from datamodules.sizes import Sizes
+from datamodules.sampler import SizeBatchSampler, Sizes, drawn_caption, drawn_preserved
 
 
 class PairDataset(Dataset[RawBatch]):

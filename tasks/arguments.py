@@ -22,7 +22,7 @@ from datamodules.errors import UserError, listing
 from datamodules.shards import stores
 from report.quoting import PATHS, TEXTS, is_parsed, literal
 from runs.run_folder import RunFolder
-from tasks.keys import Declared, closest, declared
+from tasks.check_keys import Declared, closest, declared
 from tasks.resuming import OF_A_START, newest_run
 from tasks.terminal import log
 

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from callbacks.progress import learning, panel
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError, count_of
-from datamodules.images.framing import Size, bucket_notes
+from datamodules.images.resizing import Size, bucket_notes
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
 from lightning_modules.edit_module import EditModule

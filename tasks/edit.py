@@ -21,9 +21,9 @@ from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
+from tasks.check_values import check_ranges
 from tasks.models import Header, header_here, model_settings
 from tasks.placement import frozen_model, place_trainer
-from tasks.settings import check_ranges
 from tasks.terminal import log, silence_libraries
 
 

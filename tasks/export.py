@@ -21,19 +21,19 @@ from lightning_modules.adapters.fusing import extract, write_fused
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
 from lightning_modules.adapters.ranks import PATTERNS, Ranks
 from lightning_modules.lora_files.arithmetic import relative_change, weighted_sum
+from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME, find_or_download
 from lightning_modules.lora_files.kinds import common_kind
-from lightning_modules.lora_files.programs import readers
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, export_dtype, write
 from report.origin import published
 from runs.run_folder import RunFolder
+from tasks.check_values import check_ranges
 from tasks.edit import as_list
 from tasks.folders import require_empty
 from tasks.models import KnownModel, model_for
 from tasks.placement import compute_device, frozen_model
-from tasks.settings import check_ranges
 from tasks.terminal import log, silence_libraries
 
 # Smaller errors are rounding in float32.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from datamodules.images.framing import Size
+from datamodules.images.resizing import Size
 from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.edit_module import EditModule

@@ -10,8 +10,8 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from tasks.keys import check_keys
-from tasks.settings import RULES, check_ranges
+from tasks.check_keys import check_keys
+from tasks.check_values import RULES, check_ranges
 from tests.support.commands import ROOT, compose
 
 # Not those that others build on.
@@ -53,7 +53,7 @@ def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
     for key, value in leaves(cfg):
         numbers = list(value) if isinstance(value, ListConfig) else [value]
         if any(isinstance(one, int | float) for one in numbers) and not key.startswith(ELSEWHERE):
-            assert key in RULES[primary], f"{key}={value} has no rule in tasks/settings.py"
+            assert key in RULES[primary], f"{key}={value} has no rule in tasks/check_values.py"
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     nodes = [cfg[key] for key in ("data", "trainer", "captioner") if cfg.get(key) is not None]
     nodes += [node for group in ("callbacks", "logger") for node in cfg.get(group, {}).values()]

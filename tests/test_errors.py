@@ -11,9 +11,9 @@ import torch._dynamo
 from datamodules.errors import UserError
 from lightning_modules.lora_files.find import find_weights
 from runs.run_folder import RunFolder
-from tasks.keys import check_read, declared
+from tasks.check_keys import check_read, declared
+from tasks.check_values import check_shards
 from tasks.resuming import check_resumable, find_checkpoint, start_again
-from tasks.settings import check_shards
 from tasks.terminal import OUT_OF_MEMORY, _one_line
 from tests.support.commands import compose, lora_bytes, short
 

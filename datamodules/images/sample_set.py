@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import Packed
 from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image
-from datamodules.images.framing import Framing, Sides, View
+from datamodules.images.resizing import Framing, Sides, View
 from datamodules.images.samples import (
     Found,
     ImageFile,

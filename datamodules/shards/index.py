@@ -10,13 +10,13 @@ from typing import Any
 
 from datamodules.errors import UserError
 from datamodules.files import reading
-from datamodules.images.framing import Size
+from datamodules.images.resizing import Size
 from datamodules.images.sample_set import choose_held_out
+from datamodules.sampler import Sizes
 from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
 from datamodules.shards.fingerprint import check_fit
 from datamodules.shards.tar import Row, parse_part, size_of
 from datamodules.shards.transfer import Bucket
-from datamodules.sizes import Sizes
 
 
 class ShardIndex:

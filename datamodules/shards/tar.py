@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.files import replacing, sha256
-from datamodules.images.framing import Size
+from datamodules.images.resizing import Size
 
 # A row of the index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
 # safetensors. A row with a `key` is a sample, one without is a prompt's conditioning.

@@ -14,11 +14,11 @@ from lightning_modules.adapters.peft_layers import ADAPTER, layer_of
 from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets
 from lightning_modules.family import ALIKE, Layers
 from lightning_modules.lora_files import writing
+from lightning_modules.lora_files.compatibility import IN_DIFFUSERS, loader_of, read_back
 from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.find import WEIGHTS_NAME, find_or_download
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames
-from lightning_modules.lora_files.programs import IN_DIFFUSERS, loader_of, read_back
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.frozen_base import FrozenBase
 

@@ -9,8 +9,8 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
-from datamodules.images.framing import Size
-from datamodules.sizes import Sizes
+from datamodules.images.resizing import Size
+from datamodules.sampler import Sizes
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
 from lightning_modules.prepare import Execution

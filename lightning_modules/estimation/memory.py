@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from datamodules.batch import LatentBatch
-from datamodules.images.framing import Size
+from datamodules.images.resizing import Size
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow

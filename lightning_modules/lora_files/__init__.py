@@ -2,7 +2,7 @@
 
 A file holds a delta for each adapted linear layer (delta.py, kinds.py). `LoRAFile` (reading.py) finds the deltas by any
 program's names of the layers (names.py), arithmetic.py combines, compares and shrinks them, writing.py writes them for
-any program, and programs.py knows which programs read the result.
+any program, and compatibility.py knows which programs read the result.
 
 The package knows nothing of training, configuration or whole models: of Retouch it imports only errors and files.
 """

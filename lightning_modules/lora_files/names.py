@@ -47,7 +47,7 @@ class NativeNames(NamedTuple):
         layers: by native name the layers of diffusers, whose outputs the native layer concatenates.
         read_only: further names that files contain, and that are never written.
         swapped: layers of diffusers whose native counterparts have the two halves of the outputs in reverse order.
-        readers: which programs know these names, a key of the tables in programs.py.
+        readers: which programs know these names, a key of the tables in compatibility.py.
     """
 
     layers: Mapping[str, tuple[str, ...]] = {}

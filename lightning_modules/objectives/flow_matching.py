@@ -12,7 +12,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
-from datamodules.images.framing import Size
+from datamodules.images.resizing import Size
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.family import Family
 from lightning_modules.flow import Noised, area_weights, drop_captions, flow_loss, mean_over_positions

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError, listing
-from datamodules.images.framing import Size
+from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
 from lightning_modules.flow import Noised, area_weights, mean_over_positions, velocity_target
 from lightning_modules.objectives.objective import Objective, Passes

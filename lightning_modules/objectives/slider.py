@@ -8,7 +8,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
-from datamodules.images.framing import Size
+from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.family import Family

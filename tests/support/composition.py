@@ -69,9 +69,9 @@ def keep_compositions() -> None:
 
 def known_files() -> mock._patch:
     """Return a patch by which files with equal tensors' names and shapes are loaded by diffusers once."""
-    from lightning_modules.lora_files import programs
+    from lightning_modules.lora_files import compatibility
 
-    check, known = programs.check_with_diffusers, _results.setdefault("files", set())
+    check, known = compatibility.check_with_diffusers, _results.setdefault("files", set())
 
     def check_once(path, deltas, pipeline_name, transformer):
         shapes = {
@@ -80,10 +80,10 @@ def known_files() -> mock._patch:
         }
         with safetensors.safe_open(path, "pt") as file:
             names, scales = sorted(file.keys()), file.metadata().get("lora_adapter_metadata")
-        load = getattr(programs.loader_of(pipeline_name), "load_lora_weights", None)  # which a test may replace
+        load = getattr(compatibility.loader_of(pipeline_name), "load_lora_weights", None)  # which a test may replace
         key = repr((shapes, names, scales, load, pipeline_name, transformer.config))
         if key not in known:
             check(path, deltas, pipeline_name, transformer)
             known.add(key)
 
-    return mock.patch.object(programs, "check_with_diffusers", check_once)
+    return mock.patch.object(compatibility, "check_with_diffusers", check_once)

@@ -12,7 +12,7 @@ from datamodules.errors import UserError
 from datamodules.files import Packed
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.decoding import image_size, verify_image
-from datamodules.images.framing import Framing
+from datamodules.images.resizing import Framing
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import Found, Root, Sample, as_roots, with_settings
 from datamodules.images.sources import find_samples

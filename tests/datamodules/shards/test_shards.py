@@ -13,13 +13,12 @@ from benchmarks.made_up_cache import rows
 from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.prefetch import ThreadedLoader
-from datamodules.sampler import drawn_caption
+from datamodules.sampler import Sizes, drawn_caption
 from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.fingerprint import check_fit
 from datamodules.shards.index import ShardIndex
 from datamodules.shards.reader import LatentReader
 from datamodules.shards.tar import prompt_id, sample_id, size_of
-from datamodules.sizes import Sizes
 from tasks.terminal import configure_logging
 from tests.support.latents import fill, tensors
 

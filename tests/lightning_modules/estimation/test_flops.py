@@ -5,7 +5,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
-from datamodules.sizes import Sizes
+from datamodules.sampler import Sizes
 from lightning_modules.estimation.flops import CAPTION, empty_latents, sample_flops, step_flops
 from lightning_modules.objectives.objective import Passes
 from tests.support.steps import family, inputs

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from rapidfuzz.distance import OSA
 
 from datamodules.errors import UserError, listing
+from tasks.check_values import OPEN_MAPPINGS
 from tasks.resolvers import CONF
-from tasks.settings import OPEN_MAPPINGS
 
 # Functions by script and task=. They are imported when they are chosen, after the settings have been checked.
 TASKS = {

@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from datamodules.errors import UserError
-from tasks.settings import RULES, Switch, check_ranges
+from tasks.check_values import RULES, Switch, check_ranges
 from tests.support.commands import compose, run_code
 
 

@@ -11,9 +11,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError
-from tasks import keys
+from tasks import check_keys as keys
 from tasks.arguments import hydras_errors, read_arguments
-from tasks.keys import CONF, OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
+from tasks.check_keys import CONF, OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
 from tests.support.commands import ROOT, compose
 
 
@@ -144,7 +144,7 @@ def test_yaml_with_a_mistake_names_its_line(tmp_path):
         {"callbacks.mine": {"_target_": "callbacks.progress.TrainingProgress", "output_dir": "x"}},
         {"callbacks.validation.metrics.mae": {"_target_": "torchmetrics.MeanAbsoluteError", "num_outputs": 1}},
         {"logger.mine": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}},
-        {"callbacks.mine": {"_target_": "tests.tasks.test_keys.TakesAny", "every": 1}},
+        {"callbacks.mine": {"_target_": "tests.tasks.test_check_keys.TakesAny", "every": 1}},
         {"adapter.rank_pattern": {"transformer_blocks.*": 8}},
         {"data.columns": {"control": "before", "prompt": "text"}},
     ],

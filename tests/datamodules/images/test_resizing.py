@@ -12,7 +12,7 @@ from PIL import Image
 from datamodules.edits import EditsDataModule, Requests
 from datamodules.errors import UserError
 from datamodules.images.decoding import fit_area, floor_size, size_of_area
-from datamodules.images.framing import MOST_CROPPED, Framing, bucket_table
+from datamodules.images.resizing import MOST_CROPPED, Framing, bucket_table
 from datamodules.images.samples import Root, Sample
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from lightning_modules.families.flux.module import PREFERRED_SIZES

@@ -12,8 +12,8 @@ from diffusers.loaders import lora_pipeline
 from peft import PeftModel
 
 from datamodules.errors import UserError
+from lightning_modules.lora_files.compatibility import check_with_diffusers, loader_of, peft_deltas, readers
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.programs import check_with_diffusers, loader_of, peft_deltas, readers
 from lightning_modules.lora_files.writing import FORMATS, encode, write
 from tests.support.commands import short
 from tests.support.foreign_files import flux
