@@ -81,7 +81,9 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
         peak: FLOP/s of the device.
     """
     device, samples = module.device, len(batch.keys)
-    flops = step_flops(module.execution, batch.to(torch.device("meta")))
+    flops = step_flops(
+        module.execution, module.execution.adapted_meta_transformer().float(), batch.to(torch.device("meta"))
+    )
     compiled = module.execution.compile_blocks
     set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask, compiled)
     optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6, fused=True)

@@ -24,7 +24,7 @@ MLPS = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an image is sampled, in training and in prediction; names and meanings are those of diffusers.
+    """Settings of sampling, in training and in prediction; names and meanings are those of diffusers.
 
     Attributes:
         transformer_name_or_path: the transformer to sample with; None for the model's own.

@@ -19,7 +19,7 @@ from datamodules.images.samples import Sample
 from datamodules.images.windows import resize
 from lightning_modules.captioner import Answer, Captioner
 from lightning_modules.timing import ProgressLines
-from report.page import TEMPLATE
+from report.page import render
 from runs.run_folder import best_effort
 from runs.signals import stop
 from tasks.encode import cached_data
@@ -188,7 +188,6 @@ class Captions:
 
     def write_page(self) -> None:
         """Write a page of images and captions to review, and log its path."""
-        template = TEMPLATE.from_string(Path(__file__).with_name(PAGE).read_text(encoding="utf-8"))
         title, line = count_of(len(self.known), "captions"), f"written by {self.model}; change a caption in its file"
         cards = [
             {
@@ -200,8 +199,8 @@ class Captions:
             }
             for one in self.known.values()
         ]
-        with best_effort(PAGE), replacing(self.folder / PAGE) as temporary:
-            temporary.write_text(template.render(title=title, line=line, samples=cards), encoding="utf-8")
+        with best_effort(PAGE):
+            render(self.folder / PAGE, Path(__file__).with_name(PAGE), title=title, line=line, samples=cards)
         log.info(f"look at them: {self.folder / PAGE}")
 
     def write_table(self, samples: Sequence[Sample]) -> Path | None:

@@ -51,7 +51,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
             "trains": f"{module.adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
             "on": data.describe(),
             "an epoch": _epoch(data, plan.batch.limits),
-            **learning(module, module.execution.adapted_meta_transformer(), [images[0]]),
+            **learning(module, plan.transformer, [images[0]]),
             "time": _time(plan, data, cfg.trainer.max_steps, cfg.trainer.accumulate_grad_batches),
             "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
             **_memory(plan, module, caches, samples, other),

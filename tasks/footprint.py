@@ -33,6 +33,7 @@ from lightning_modules.quantization.quantization import FORMATS, Quantization
 class Footprint:
     """The estimate; in bytes where nothing else is said."""
 
+    transformer: nn.Module  # with its adapter, without content
     flops: float  # FLOPs of a training step with one sample, the mean
     parameters: int  # count, of the transformer
     trainable: int  # count, of the adapter
@@ -72,6 +73,7 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     policies = dict.fromkeys([*POLICIES, *([checkpointing] if checkpointing != "auto" else [])])
     encode, decode = autoencoder_peaks(module, models["vae"], data.sizes)
     return Footprint(
+        transformer=step.transformer,
         flops=sample_flops(module.execution, passes, checkpointing, data.sizes),
         parameters=sum(p.numel() for p in base.source.meta.parameters()),
         trainable=count,

@@ -19,7 +19,7 @@ from lightning_modules.pretrained.repository import component_folder, read_index
 
 
 class FullFineTuning(Adapter):
-    """All weights train, in float32, and are written as a whole pipeline in the base's dtype.
+    """Training of all weights, in float32; they are written as a whole pipeline in the base's dtype.
 
     Args:
         text_encoders: whether these train as well; then prompts are encoded in every step, even with cached latents.

@@ -12,7 +12,7 @@ from lightning_modules.adapters.tlora import TLoRA
 
 
 class OrthoHalf(nn.Module):
-    """One half of y = P (m * lambda * Q x) - P0 (m * lambda0 * Q0 x), with the mask m; P0, Q0 and lambda0 are frozen.
+    """A half of y = P (m * lambda * Q x) - P0 (m * lambda0 * Q0 x), with the mask m; P0, Q0 and lambda0 are frozen.
 
     It computes with the matrices of an equivalent LoRA of rank 2r,
 

@@ -1,6 +1,7 @@
 """The useful work of a training step, which is its matrix products, and the time it takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -51,21 +52,27 @@ def empty_latents(family: Family, base: FrozenBase, size: Size, samples: int, ca
     )
 
 
-def step_flops(execution: Execution, batch: LatentBatch, passes: Passes = ONE) -> int:
+@contextmanager
+def all_components(execution: Execution, samples: int, device: str) -> Iterator[None]:
+    """Temporarily compute with all components of a T-LoRA, as memory and work do not depend on its mask."""
+    with ExitStack() as gates:
+        for gate in execution.rank_gates:
+            gates.enter_context(gate.using(torch.ones(samples, gate.rows, dtype=torch.bool, device=device)))
+        yield
+
+
+def step_flops(execution: Execution, transformer: Any, batch: LatentBatch, passes: Passes = ONE) -> int:
     """Count the FLOPs of a training step on the meta device.
 
     Args:
-        batch: on the meta device.
+        transformer: in float32, with its adapter; on the meta device, like the batch.
         passes: of each sample; all but forward passes have gradients.
     """
-    transformer, target = execution.adapted_meta_transformer().float(), batch.target_mean
-    assert target is not None
-    for gate in execution.rank_gates:
-        gate.factors = torch.ones(len(target), gate.rows, device="meta")
+    assert batch.target_mean is not None
+    target, *controls = (latent.float() for latent in (batch.target_mean, *batch.controls))
     t = torch.empty(len(target), device="meta")
-    latents = [latent.float() for latent in (target, *batch.controls)]
-    with FlopCounterMode(display=False) as counter:
-        velocity = execution.family.velocity(transformer, latents[0], t, latents[1:], batch.prompt)
+    with all_components(execution, len(target), "meta"), FlopCounterMode(display=False) as counter:
+        velocity = execution.family.velocity(transformer, target, t, controls, batch.prompt)
         forward = counter.get_total_flops()
         velocity.sum().backward()
     return passes.training * counter.get_total_flops() + passes.forward * forward
@@ -85,9 +92,11 @@ def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes
     family, counts = execution.family, sizes.counts()
     batches = {size: empty_latents(family, execution.base, size, 1, CAPTION) for size in counts}
     tokens = {size: family.geometry.token_count(batch) for size, batch in batches.items()}
-    ends = sorted({min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)}, key=tokens.__getitem__)
-    least, most = ends[0], ends[-1]
-    per_token = {size: step_flops(execution, batches[size], passes) / tokens[size] for size in ends}
+    least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
+    transformer = execution.adapted_meta_transformer().float()
+    per_token = {
+        size: step_flops(execution, transformer, batches[size], passes) / tokens[size] for size in {least, most}
+    }
     slope = (per_token[most] - per_token[least]) / max(1, tokens[most] - tokens[least])
     work = {size: n * (per_token[least] + slope * (n - tokens[least])) for size, n in tokens.items()}
     return sum(count * work[size] for size, count in counts.items()) / len(sizes)

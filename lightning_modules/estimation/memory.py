@@ -20,7 +20,7 @@ from datamodules.images.resizing import Size
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
-from lightning_modules.estimation.flops import empty_latents
+from lightning_modules.estimation.flops import all_components, empty_latents
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
@@ -197,9 +197,7 @@ class FakeStep:
         # Compiled blocks keep what `selective` does.
         kept = "selective" if policy == "none" and self.execution.compile_blocks else policy
         set_checkpointing(self.transformer, kept, self._bind)
-        with self._mode, self._memory, OnCuda(self.dtype):
-            for gate in self.execution.rank_gates:
-                gate.factors = torch.ones(len(self._x_t), gate.rows, dtype=torch.bool)
+        with self._mode, self._memory, OnCuda(self.dtype), all_components(self.execution, len(self._x_t), "cpu"):
             self._memory.restart()
             with torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext():
                 loss = self._loss()

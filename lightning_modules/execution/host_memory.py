@@ -50,7 +50,7 @@ class SideStream:
 
 
 class HostMemory:
-    """One piece of host memory with room for copies of tensors.
+    """A piece of host memory with room for copies of tensors.
 
     Args:
         tensors: with the dtypes and shapes of the copies.

@@ -113,9 +113,8 @@ def _diffusers(format: str, names: LayerNames, layers: list[str], pipeline_name:
         prefix = FORMATS[format].prefix.removesuffix(".")
         call = f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)"
         return Reader("diffusers", True, call)
-    if (
-        kind == "DoRA" and FORMATS[format].magnitude == DORA_SCALE
-    ):  # it converts names, and of a DoRA only the projections
+    # It converts names, and of a DoRA only the projections.
+    if kind == "DoRA" and FORMATS[format].magnitude == DORA_SCALE:
         return Reader("diffusers", False, "ignores dora_scale, half of the DoRA; use format=diffusers")
     if ignored := [layer for layer in layers if not _converts(format, names, layer)]:
         return Reader("diffusers", False, f"does not read {ignored[0]} under these names; use format=diffusers")

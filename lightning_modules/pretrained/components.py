@@ -23,9 +23,8 @@ class Components:
     repository_name: str  # folder or hub id in diffusers' layout, or `embedded`
     revision: str | None  # of a hub repository
     dtype: torch.dtype  # of the models
-    placement: Mapping[
-        str, torch.device | None
-    ]  # of `vae`, and of `text_encoder` for all others; None: the main device
+    # Devices of `vae`, and of `text_encoder` for all others; None: the main device.
+    placement: Mapping[str, torch.device | None]
     main_device: Callable[[], torch.device]  # returns the transformer's device
     timer: StageTimer
     quantization: Quantization | None = None  # of the components that it names

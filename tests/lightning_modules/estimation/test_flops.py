@@ -24,14 +24,18 @@ def test_counts_are_those_of_a_step(repositories, model, settings):
         module.denoise(*arguments).square().mean().backward()
     meta = {name: tensor.to("meta") for name, tensor in prompt.items()}
     batch = LatentBatch([""], [0], x_t.to("meta"), None, [control.to("meta") for control in controls], meta, {})
-    assert step_flops(module.execution, batch) == counter.get_total_flops()
+    assert (
+        step_flops(module.execution, module.execution.adapted_meta_transformer().float(), batch)
+        == counter.get_total_flops()
+    )
 
 
 def test_work_of_sizes_between_is_interpolated(repositories):
     module = family(repositories, "flux_kontext")
+    transformer = module.execution.adapted_meta_transformer().float()
     kinds = [(((side, side), (side, side)), ()) for side in (256, 512, 1024)]
     exact = [
-        step_flops(module.execution, empty_latents(module, module.base, kind, 1, CAPTION), Passes(1, 1))
+        step_flops(module.execution, transformer, empty_latents(module, module.base, kind, 1, CAPTION), Passes(1, 1))
         for kind in kinds
     ]
     found = [
