@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import SizeBatchSampler
 from datamodules.shards.cache import Cache, Folder
-from datamodules.shards.index import ShardIndex
-from datamodules.shards.reader import LatentReader
+from datamodules.shards.reader import LatentReader, index_of
 
 WORKERS = 2
 
@@ -95,8 +94,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     try:
         cache = write(folder, count := arguments.samples)
-        index = ShardIndex(cache.rows())
-        shards = LatentReader(Folder(cache.folder), index, range(count), index.keys, empty_prompt=False)
+        samples = list(index_of(cache.rows()).samples.values())
+        shards = LatentReader(Folder(cache.folder), samples, empty_prompt=False)
         files = Files(folder / "files")
         print(
             f"{count} samples of {cache.manifest()['bytes'] / count / 1e6:.2f} MB; medians of {arguments.rounds} rounds"

@@ -1,13 +1,9 @@
 """Cached latents: training without running the encoders."""
 
-from array import array
 from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from datamodules.base import Example, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch
@@ -20,8 +16,7 @@ from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import samples_per_batch
 from datamodules.shards.cache import Cache, Folder, open_cache
 from datamodules.shards.fingerprint import FINGERPRINT, check_preserved, fingerprint, fingerprint_parts, memo
-from datamodules.shards.index import ShardIndex, hold_out, open_shards
-from datamodules.shards.reader import LatentReader
+from datamodules.shards.reader import EncodedSample, LatentReader, hold_out, open_shards
 from datamodules.shards.transfer import Bucket
 
 
@@ -57,6 +52,9 @@ class CachedDataModule(PairsDataModule):
         max_tokens_per_batch: instead of batch_size, the most tokens of a batch: large images come in small batches,
             small ones in large.
         settings: of `PairsDataModule`.
+
+    Attributes:
+        encoded: each view in the cache; empty if the images were scanned without opening it.
     """
 
     needs_encoders = False
@@ -65,10 +63,8 @@ class CachedDataModule(PairsDataModule):
         super().__init__(max_tokens_per_batch=max_tokens_per_batch, **settings)
         self.cache_dir = cache_dir
         self.shards = shards
-        self.index = ShardIndex([])
-        self.numbers: Sequence[int] = []
-        self._number_of: dict[tuple[str, tuple[Window, ...]], int] = {}
-        self._preserved: dict[int, tuple[int, ...]] = {}
+        self.encoded: list[EncodedSample] = []
+        self._encoded_views: dict[tuple[str, tuple[Window, ...]], EncodedSample] = {}
         self.source: Folder | Bucket = Folder(Path())
 
     def cache(self, model: Model) -> Cache:
@@ -90,12 +86,8 @@ class CachedDataModule(PairsDataModule):
             self._open_root(cache)
         else:
             self._open_shards(self.shards.replace(FINGERPRINT, cache.folder.name), cache)
-        for number, rows in self._preserved.items():
-            lengths = self.index.text_tokens
-            own = max(lengths[row] for row in self.index.prompts_of(number))
-            self.index.tokens[number] += max(0, max((lengths[row] for row in rows), default=0) - own)
         budget = self.max_tokens_per_batch
-        if budget and (above := sum(self.index.tokens[number] > budget for number in self.numbers)):
+        if budget and (above := sum(sample.tokens > budget for sample in self.encoded)):
             what = f"{above} samples have more tokens than data.max_tokens_per_batch={budget}"
             self.notes.append(f"{what}: each is a batch of its own")
 
@@ -103,7 +95,7 @@ class CachedDataModule(PairsDataModule):
         """Use the samples of data.root."""
         hashes, samples = cache.file_hashes(), self.sample_set.find()
         found = look_up(self.sample_set, samples.samples, cache, hashes, self.preserve_prompts)
-        self.index, self._number_of, self._preserved = found.index, found.numbers, found.preserved
+        self._encoded_views = found.encoded
         changed, notes = self.sample_set.check(found.missing)
         self.notes = [*samples.notes, *notes]
         if changed:
@@ -121,65 +113,52 @@ class CachedDataModule(PairsDataModule):
         path = Path(url).expanduser()
         self.source = Folder(path) if path.is_dir() else Bucket(url, "data.shards", writes=False)
         check_preserved(self.preserve_prompts, f"data.shards={self.source}")
-        self.index = open_shards(self.source, wanted.parts)
-        held, numbers = hold_out(self.index, self.val_count)
+        samples = open_shards(self.source, wanted.parts)
         if self.preserve_prompts:
-            self._preserved = {number: (self.index.empty_prompt_of(number),) for number in self.index.numbers}
+            samples = [sample.preserving([sample.empty_prompt]) for sample in samples]
+        held, samples = hold_out(samples, self.val_count)
         self.validation = None
         if held:
             held_out = copy(self)
-            held_out.use_numbers(held)
+            held_out.use_encoded(held)
             self.validation = held_out
-        self.use_numbers(numbers)
+        self.use_encoded(samples)
 
-    def use_numbers(self, numbers: Sequence[int]) -> None:
-        """Train on these samples of the index, whose images are not known."""
-        self.numbers = array("i", numbers)
-        self.keys = [self.index.keys[number] for number in numbers]
-        self.sizes = self.index.sizes.take(self.numbers)
-        self.leading = array("i", (place for place, number in enumerate(numbers) if self.index.is_first[number]))
+    def use_encoded(self, samples: list[EncodedSample]) -> None:
+        """Train on these samples, whose images are not known."""
+        self.encoded = samples
+        self.keys = [sample.key for sample in samples]
+        self.sizes = [sample.size for sample in samples]
+        self.leading = [index for index, sample in enumerate(samples) if sample.is_first]
 
     def keep_first(self) -> None:
         if self.views:
             super().keep_first()
         else:
-            self.use_numbers(self.numbers[:1])
+            self.use_encoded(self.encoded[:1])
 
     def use(self, views: Sequence[Sequence[View]]) -> None:
         super().use(views)
-        # Empty if the images were scanned without opening the cache.
-        known = self._number_of
-        self.numbers = [known[view.sample.key, view.windows] for view in self.views] if known else []
+        known = self._encoded_views
+        self.encoded = [known[view.sample.key, view.windows] for view in self.views] if known else []
 
     def batch_limits(self) -> dict[Size, int]:
-        tokens = np.ones(len(self.sizes.kinds), dtype=np.int64)
-        np.maximum.at(tokens, self.sizes.codes, np.array(self.index.tokens)[np.array(self.numbers, np.intp)])
-        of_batch = partial(samples_per_batch, self.batch_size, self.max_tokens_per_batch)
-        return {size: of_batch(count) for size, count in zip(self.sizes.kinds, tokens.tolist(), strict=True)}
+        tokens: dict[Size, int] = {}
+        for sample in self.encoded:
+            tokens[sample.size] = max(sample.tokens, tokens.get(sample.size, 1))
+        return {
+            size: samples_per_batch(self.batch_size, self.max_tokens_per_batch, most) for size, most in tokens.items()
+        }
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
-        rows = {row for number in self.numbers for row in (*self.index.prompts_of(number), *self._more_rows(number))}
-        lengths = {self.index.text_tokens[row] for row in rows}
-        return len(lengths) == 1 and len(set(self.sizes)) == 1
-
-    def _more_rows(self, number: int) -> Sequence[int]:
-        """Return the rows of the prompts that a batch contains alongside a sample's own."""
-        empty = [self.index.empty_prompt_of(number)] if self.with_empty_prompt else []
-        return [*self._preserved.get(number, ()), *empty]
+        prompts = {prompt for sample in self.encoded for prompt in (*sample.prompts, *sample.preserved)}
+        if self.with_empty_prompt:
+            prompts |= {sample.empty_prompt for sample in self.encoded}
+        return len({prompt.text_tokens for prompt in prompts}) == 1 and len(set(self.sizes)) == 1
 
     def reader(self, empty_prompt: bool, seed: int | None = None) -> LatentReader:
-        """Return a reader of batches.
-
-        Args:
-            empty_prompt: whether they include the empty prompt's conditioning.
-            seed: draws the captions and the preserved prompts; None for the first captions.
-        """
-        captions = [view.sample.prompts for view in self.views]
-        weights = [view.weight for view in self.views]
-        if all(weight == 1 for weight in weights):
-            weights = []
-        where = self.source, self.index, self.numbers, self.keys
-        return LatentReader(*where, empty_prompt, captions, weights, seed, self._preserved)
+        """Return a reader of batches; see `LatentReader`."""
+        return LatentReader(self.source, self.encoded, empty_prompt, seed)
 
     def train_batches(self) -> ThreadedLoader:
         return ThreadedLoader(self.reader(self.with_empty_prompt, self.seed), self.sampler(), self.num_workers)
@@ -200,4 +179,4 @@ class CachedDataModule(PairsDataModule):
     def origin(self) -> str:
         if self.shards is not None:
             return str(self.source)
-        return super().origin + (f", encoded in {self.source}" if self.numbers else "")
+        return super().origin + (f", encoded in {self.source}" if self.encoded else "")

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from datamodules.files import reading
@@ -13,7 +12,7 @@ from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile, Sample
 from datamodules.images.windows import Window
 from datamodules.shards.cache import REMEDY, Cache
-from datamodules.shards.index import ShardIndex
+from datamodules.shards.reader import EncodedSample, index_of
 from datamodules.shards.tar import prompt_id, sample_id
 
 
@@ -92,22 +91,18 @@ def entries_by_id(
         yield sample, content.usable, entries
 
 
-@dataclass
-class CachedSamples:
+class CachedSamples(NamedTuple):
     """The samples that are in a cache.
 
     Attributes:
         usable: samples with all of their views.
         missing: the others.
-        numbers: index of each view by the sample's key and its windows.
-        preserved: rows of the preserve prompts by the index of a view; empty if there are none.
+        encoded: each view by the sample's key and its windows.
     """
 
-    index: ShardIndex
     usable: list[Usable]
     missing: list[Sample]
-    numbers: dict[tuple[str, tuple[Window, ...]], int]
-    preserved: dict[int, tuple[int, ...]]
+    encoded: dict[tuple[str, tuple[Window, ...]], EncodedSample]
 
 
 def look_up(
@@ -119,21 +114,18 @@ def look_up(
         UserError: its index is damaged.
     """
     with reading(cache.folder, REMEDY):
-        index = ShardIndex(cache.rows())
-    found = CachedSamples(index, [], [], {}, {})
-    rows = index.named_prompts
+        index = index_of(cache.rows())
+    found = CachedSamples([], [], {})
     for sample, usable, entries in entries_by_id(sample_set, samples, hashes, preserve_prompts):
-        known = all(id in index.ids and rows.keys() >= {*entry.preserved.values()} for id, entry in entries.items())
-        if usable is None or not known:
+        needed = {id for entry in entries.values() for id in entry.preserved.values()}
+        if usable is None or not (index.samples.keys() >= entries.keys() and index.prompts.keys() >= needed):
             found.missing.append(sample)
             continue
         found.usable.append(usable)
         for id, (view, preserved) in entries.items():
-            number = index.ids[id]
-            found.numbers[sample.key, view.windows] = number
+            encoded = index.samples[id]._replace(key=sample.key, captions=sample.prompts, weight=view.weight)
             if preserve_prompts:
-                empty = index.empty_prompt_of(number)
-                mine = (rows[preserved[prompt]] if prompt else empty for prompt in preserve_prompts)
-                found.preserved[number] = tuple(mine)
-    index.forget_ids()
+                places = (index.prompts[preserved[text]] if text else encoded.empty_prompt for text in preserve_prompts)
+                encoded = encoded.preserving(list(places))
+            found.encoded[sample.key, view.windows] = encoded
     return found

@@ -25,7 +25,7 @@ from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.prefetch import Prefetcher
-from datamodules.sampler import SizeBatchSampler, Sizes, drawn_caption, drawn_preserved
+from datamodules.sampler import SizeBatchSampler, drawn_caption, drawn_preserved
 
 
 class PairDataset(Dataset[RawBatch]):
@@ -188,7 +188,7 @@ class PairsDataModule(DataModule):
         self.samples: list[Sample] = []
         self.views: list[View] = []
         self.keys: Sequence[str] = []
-        self.sizes = Sizes([], [])
+        self.sizes: list[Size] = []
         self.leading: Sequence[int] = []
 
     def configure_for(self, model: Model) -> None:
@@ -250,7 +250,7 @@ class PairsDataModule(DataModule):
         self.samples = [one[0].sample for one in views]
         self.views = [view for one in views for view in one]
         self.keys = [view.sample.key for view in self.views]
-        self.sizes = Sizes.of(view.size for view in self.views)
+        self.sizes = [view.size for view in self.views]
         self.leading = [0, *accumulate(map(len, views))][:-1]
 
     def keep_first(self) -> None:

@@ -1,60 +1,15 @@
 """Batches of samples of one size, without end."""
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
-Numbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
-
 # Separate the randomness of captions and of preserved prompts from that of the order.
 CAPTIONS, PRESERVED = 0x63617074, 0x6B656570
-# Draws that are collected into batches at once.
-BLOCK = 2**16
-
-
-class Sizes(Sequence[Any]):
-    """A sequence of few different values: a list of ten million takes 10 or 20 MB.
-
-    Args:
-        kinds: all different.
-        codes: for each sample the index of its kind.
-    """
-
-    def __init__(self, kinds: Sequence[Hashable], codes: Numbers | Sequence[int]) -> None:
-        self.kinds: list[Any] = list(kinds)
-        self.codes = np.asarray(codes, dtype=np.min_scalar_type(len(self.kinds)))
-
-    @classmethod
-    def of(cls, sizes: Iterable[Hashable]) -> "Sizes":
-        """Build from a list; the kinds keep the order of their first appearance."""
-        if isinstance(sizes, Sizes):
-            return sizes
-        known: dict[Hashable, int] = {}
-        codes = np.fromiter((known.setdefault(size, len(known)) for size in sizes), dtype=np.int32)
-        return cls(list(known), codes)
-
-    def take(self, numbers: Numbers | Sequence[int]) -> "Sizes":
-        """Return the sizes of the samples with these indices."""
-        return Sizes(self.kinds, self.codes[np.asarray(numbers, dtype=np.intp)])
-
-    def counts(self) -> Counter[Any]:
-        """Return the number of samples of each kind."""
-        found = np.bincount(self.codes, minlength=len(self.kinds)).tolist()
-        return Counter({kind: count for kind, count in zip(self.kinds, found, strict=True) if count})
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self.kinds[self.codes[number]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.kinds.__getitem__, self.codes.data)
 
 
 def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
@@ -108,63 +63,41 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         start: int = 0,
         repeats: Sequence[int] | None = None,
     ) -> None:
-        known = Sizes.of(sizes)
+        self.sizes = sizes
+        self.limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
         self.start = start
-        self._codes = known.codes
-        self._repeats = None if repeats is None else np.asarray(repeats, dtype=np.int32)
-        self._counts = np.bincount(known.codes, self._repeats, len(known.kinds)).astype(np.int64)
-        limits = dict.fromkeys(known.kinds, batch_size) if isinstance(batch_size, int) else batch_size
-        drawn = zip(known.kinds, self._counts.tolist(), strict=True)
-        # Some of the kinds may be of other samples alone.
-        self._full = np.array([limits[size] * world_size if n else 1 for size, n in drawn], dtype=np.int64)
+        self.repeats = repeats
 
-    def epoch(self, number: int) -> Numbers:
+    def epoch(self, number: int) -> list[int]:
         """Return the order in which an epoch draws its samples."""
-        # Half the memory of Python's own integers' type; the order is the same.
-        order: Numbers = np.arange(len(self._codes), dtype=np.int32 if len(self._codes) < 2**31 else np.int64)
-        order = order if self._repeats is None else np.repeat(order, self._repeats)
+        order = np.repeat(np.arange(len(self.sizes)), 1 if self.repeats is None else self.repeats)
         np.random.default_rng((self.seed, number)).shuffle(order)
-        return order
+        return order.tolist()
 
     def batches_per_epoch(self) -> float:
         """Return each rank's batches in an epoch, on average."""
-        return sum(n / full for n, full in zip(self._counts.tolist(), self._full.tolist(), strict=True))
+        repeats = self.repeats or [1] * len(self.sizes)
+        drawn = zip(self.sizes, repeats, strict=True)
+        return sum(times / self.limits[size] for size, times in drawn) / self.world_size
 
     def batches(self) -> Iterator[list[int]]:
         """Yield the batches of all ranks together, without end."""
-        return (batch.tolist() for batch in self._batches())
+        waiting: dict[Hashable, list[int]] = defaultdict(list)
+        for number in count():
+            for index in self.epoch(number):
+                size = self.sizes[index]
+                waiting[size].append(index)
+                if len(waiting[size]) == self.limits[size] * self.world_size:
+                    yield waiting.pop(size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         draw = 0
-        for position, batch in enumerate(self._batches()):
+        for position, batch in enumerate(self.batches()):
             if position >= self.start:
                 share = len(batch) // self.world_size
-                mine = slice(self.rank * share, (self.rank + 1) * share)
-                yield list(zip(batch[mine].tolist(), range(draw + mine.start, draw + mine.stop), strict=True))
+                mine = range(self.rank * share, (self.rank + 1) * share)
+                yield [(batch[place], draw + place) for place in mine]
             draw += len(batch)
-
-    def _batches(self) -> Iterator[Numbers]:
-        """Yield the batches of all ranks together, from the first epoch on."""
-        waiting: dict[int, Numbers] = {}
-        for number in count() if self._counts.any() else ():
-            order = self.epoch(number)
-            for first in range(0, len(order), BLOCK):
-                yield from self._collect(order[first : first + BLOCK], waiting)
-
-    def _collect(self, block: Numbers, waiting: dict[int, Numbers]) -> list[Numbers]:
-        """Return the batches that some draws complete, in that order; the rest joins the waiting draws."""
-        found: list[tuple[int, Numbers]] = []
-        codes = self._codes[block]
-        by_size = np.argsort(codes, kind="stable")
-        sizes, first = np.unique(codes[by_size], return_index=True)
-        for size, places in zip(sizes.tolist(), np.split(by_size, first[1:]), strict=True):
-            mine, full = block[places], int(self._full[size])
-            before = waiting.get(size, mine[:0])
-            last = places[full - 1 - len(before) :: full].tolist()
-            mine = np.concatenate([before, mine])
-            found += [(place, mine[n * full : (n + 1) * full]) for n, place in enumerate(last)]
-            waiting[size] = mine[len(last) * full :]
-        return [batch for _, batch in sorted(found, key=itemgetter(0))]

@@ -12,7 +12,7 @@ import pytest
 
 from datamodules.shards import transfer
 from datamodules.shards.cache import open_cache
-from datamodules.shards.index import open_shards
+from datamodules.shards.reader import open_shards
 from datamodules.shards.transfer import Bucket
 from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
 from tests.support.caches import cache_overrides, encoded, only
@@ -162,8 +162,8 @@ def build(cache, count, first=0):
 
 def streamed():
     """The ids that a reader of the bucket finds."""
-    index = open_shards(Bucket(f"{URL}/{NAME}", "data.shards"), {"dtype": "bfloat16"})
-    return {key.replace("sample ", "id") for key in index.keys}
+    samples = open_shards(Bucket(f"{URL}/{NAME}", "data.shards"), {"dtype": "bfloat16"})
+    return {sample.key.replace("sample ", "id") for sample in samples}
 
 
 def ids(*numbers):

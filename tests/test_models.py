@@ -7,8 +7,7 @@ import torch
 from PIL import Image
 
 from datamodules.shards.cache import Cache, Folder
-from datamodules.shards.index import ShardIndex
-from datamodules.shards.reader import LatentReader
+from datamodules.shards.reader import LatentReader, index_of
 from tests.support.combinations import first
 from tests.support.pictures import photograph
 from tests.support.tiny_pipelines import MODELS
@@ -34,12 +33,9 @@ def test_cache_of_a_model_that_sees_images_has_a_prompt_for_each_sample(run, arg
     photograph("cat", 32, 48).save(root / "control_images" / "0_control_1.png")
     outcome = run("train", *arguments_here[:-1], f"data.root={root}", f"output_dir={tmp_path / 'again'}")
     assert "encoded 1 sample;" in outcome.text
-    index = ShardIndex(Cache(folder, {}).rows())
-    keys = [key for key in index.keys if key == "0"]
-    assert len(keys) == 2
-    read = LatentReader(
-        Folder(folder), index, [i for i, key in enumerate(index.keys) if key == "0"], keys, empty_prompt=False
-    )
+    samples = [one for one in index_of(Cache(folder, {}).rows()).samples.values() if one.key == "0"]
+    assert len(samples) == 2
+    read = LatentReader(Folder(folder), samples, empty_prompt=False)
     before, after = read([(0, 0)]), read([(1, 0)])
     assert not torch.equal(before.prompt["prompt_embeds"], after.prompt["prompt_embeds"])
 

@@ -161,7 +161,7 @@ def test_token_budget_counts_the_longest_prompt(run, arguments, tmp_path):
             module.geometry.token_count(replace(one, prompt=one.preserve_prompt or one.prompt)) for one in batches
         ]
         most = [max(pair) for pair in zip(counted, others, strict=True)]
-        assert [data.index.tokens[number] for number in data.numbers] == most
+        assert [sample.tokens for sample in data.encoded] == most
         taken.append((counted, most, limits))
     plain, longer, empty = taken
     assert plain[0] == plain[1] == empty[1]

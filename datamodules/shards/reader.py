@@ -1,22 +1,139 @@
-"""Batches of encoded samples, by random access into the tars of a cache."""
+"""The samples of a cache: found by its index, and read as batches by random access into its tars."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, stack_padded
+from datamodules.errors import UserError
 from datamodules.files import reading
+from datamodules.images.resizing import Size
+from datamodules.images.sample_set import choose_held_out
 from datamodules.sampler import drawn_caption, drawn_preserved
-from datamodules.shards.cache import REMEDY, Folder
-from datamodules.shards.index import ShardIndex
+from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
+from datamodules.shards.fingerprint import check_fit
+from datamodules.shards.tar import Row, parse_part, size_of
 from datamodules.shards.transfer import Bucket
 
-# One batch of a sampler: for each sample its index and the index of the draw.
-BatchEntry = list[tuple[int, int]]
+
+class Place(NamedTuple):
+    """The place of a safetensors in a tar.
+
+    Attributes:
+        text_tokens: number of tokens of a prompt; 0 for a sample.
+    """
+
+    shard: str
+    offset: int
+    size: int
+    crc32: int
+    text_tokens: int
+
+
+class EncodedSample(NamedTuple):
+    """A sample of a cache.
+
+    Attributes:
+        size: sizes of its images, which the samples of a batch have in common.
+        tokens: number of the transformer's tokens with its longest prompt.
+        is_first: whether it is the first view of its images.
+        prompts: of each caption.
+        preserved: prompts of which a batch contains one, alongside a caption.
+        captions: empty if they are not known.
+        weight: weight in the loss.
+    """
+
+    key: str
+    size: Size
+    tokens: int
+    is_first: bool
+    latents: Place
+    prompts: Sequence[Place]
+    empty_prompt: Place
+    preserved: Sequence[Place] = ()
+    captions: Sequence[str] = ()
+    weight: float = 1.0
+
+    def preserving(self, prompts: Sequence[Place]) -> "EncodedSample":
+        """Return the sample with prompts of which each batch contains one; the longest counts as its tokens."""
+        longest, own = (max(prompt.text_tokens for prompt in some) for some in (prompts, self.prompts))
+        return self._replace(preserved=prompts, tokens=self.tokens + max(0, longest - own))
+
+
+class Index(NamedTuple):
+    """The samples and the prompts of a cache by id."""
+
+    samples: dict[str, EncodedSample]
+    prompts: dict[str, Place]
+
+
+def index_of(rows: Iterable[Row]) -> Index:
+    """Return the index of a cache's rows; in each tar the prompts come before the samples that use them."""
+    index = Index({}, {})
+    for row in rows:
+        place = Place(row["shard"], row["offset"], row["bytes"], row["crc32"], row.get("text_tokens", 0))
+        if "key" not in row:
+            index.prompts.setdefault(row["id"], place)
+            continue
+        index.samples[row["id"]] = EncodedSample(
+            row["key"],
+            size_of(row),
+            row["tokens"],
+            row.get("view", 0) == 0,
+            place,
+            [index.prompts[id] for id in row["prompts"]],
+            index.prompts[row["empty_prompt"]],
+        )
+    return index
+
+
+def open_shards(source: Folder | Bucket, wanted: Mapping[str, Any]) -> list[EncodedSample]:
+    """Return the samples of the cache in data.shards.
+
+    Args:
+        wanted: the fingerprint's parts of this run.
+
+    Raises:
+        UserError: a file is missing or incomplete, or the cache was encoded with other settings.
+    """
+    where = f"data.shards={source}"
+    manifest = source.read(MANIFEST, parse_manifest)
+    if manifest is None:
+        raise UserError(f"{where}: it contains no {MANIFEST}. Name the whole folder of a cache.")
+    check_fit(manifest["parts"], wanted, where)
+
+    def rows(tar: str) -> list[Row]:
+        part = source.read(f"{Path(tar).stem}.jsonl", partial(parse_part, tar=tar))
+        path = source.path / tar if isinstance(source, Folder) else None  # reading finds what is wrong in a bucket
+        is_whole = path is None or (path.is_file() and path.stat().st_size == manifest["shards"][tar]["bytes"])
+        if part is None or not is_whole:
+            raise UserError(f"{where}: {tar} is incomplete. Copy it and its .jsonl again.")
+        return part.rows
+
+    with ThreadPoolExecutor() as pool, reading(str(source), REMEDY):
+        index = index_of(chain.from_iterable(pool.map(rows, manifest["shards"])))
+    if not index.samples:
+        raise UserError(f"{where}: it contains no samples. Choose another cache.")
+    return list(index.samples.values())
+
+
+def hold_out(samples: list[EncodedSample], count: int) -> tuple[list[EncodedSample], list[EncodedSample]]:
+    """Return `count` samples to hold out, with their first views only, and the samples to train on."""
+    if count == 0:
+        return [], samples
+    first = [sample for sample in samples if sample.is_first]
+    keys = [sample.key for sample in first]
+    held = [first[place] for place in sorted(choose_held_out(keys, keys, count, "samples"))]
+    held_keys = {sample.key for sample in held}
+    return held, [sample for sample in samples if sample.key not in held_keys]
 
 
 @dataclass
@@ -24,65 +141,51 @@ class LatentReader:
     """Reads batches from the tars of a folder or bucket.
 
     Attributes:
-        numbers: the samples' indices in the index.
-        keys: the samples' names.
         empty_prompt: whether batches include the empty prompt's conditioning.
-        captions: of each sample, if known.
-        weights: of each sample in the loss; empty if all are 1.
         seed: draws one of a sample's captions and one of its preserved prompts; None for its first caption.
-        preserved: for each sample's index, the rows of the prompts of which a batch contains one.
     """
 
     source: Folder | Bucket
-    index: ShardIndex
-    numbers: Sequence[int]
-    keys: Sequence[str]
+    samples: Sequence[EncodedSample]
     empty_prompt: bool
-    captions: Sequence[Sequence[str]] = ()
-    weights: Sequence[float] = ()
     seed: int | None = None
-    preserved: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._read_shared = lru_cache(maxsize=8)(self._read)
+        self._weighted = any(sample.weight != 1 for sample in self.samples)
 
-    def __call__(self, items: BatchEntry) -> LatentBatch:
-        """Return the batch of these samples, which must be of one size."""
-        numbers = [self.numbers[index] for index, _ in items]
+    def __call__(self, items: list[tuple[int, int]]) -> LatentBatch:
+        """Return the batch of these samples, which must be of one size: (index of the sample, index of the draw)."""
+        samples = [self.samples[index] for index, _ in items]
         draws = [draw for _, draw in items]
-        rows = [self.index.prompts_of(number) for number in numbers]
-        drawn = [drawn_caption(self.seed, draw, len(own)) for draw, own in zip(draws, rows, strict=True)]
-        empty = [self.index.empty_prompt_of(number) for number in numbers] if self.empty_prompt else []
+        both = list(zip(samples, draws, strict=True))
+        drawn = [drawn_caption(self.seed, draw, len(sample.prompts)) for sample, draw in both]
+        empty = [sample.empty_prompt for sample in samples] if self.empty_prompt else []
         empty = empty[:1] if len(set(empty)) == 1 else empty
-        tensors = stack_padded([self._read(self.index.samples[4 * number]) for number in numbers])
+        tensors = stack_padded([self._read(sample.latents) for sample in samples])
         batch = LatentBatch(
-            keys=[self.keys[index] for index, _ in items],
+            keys=[sample.key for sample in samples],
             draws=draws,
             target_mean=tensors["target_mean"],
             target_std=tensors.get("target_std"),
             controls=[tensors[f"control_{place}"] for place in range(len(tensors)) if f"control_{place}" in tensors],
-            prompt=stack_padded([self._read(own[caption]) for own, caption in zip(rows, drawn, strict=True)]),
-            empty_prompt=stack_padded([self._read_shared(row) for row in empty]) if empty else {},
+            prompt=stack_padded([self._read(one.prompts[own]) for one, own in zip(samples, drawn, strict=True)]),
+            empty_prompt=stack_padded([self._read_shared(place) for place in empty]) if empty else {},
             mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
+            prompts=[one.captions[own] for one, own in zip(samples, drawn, strict=True) if one.captions],
+            weights=torch.tensor([sample.weight for sample in samples]) if self._weighted else None,
             rejected_mean=tensors.get("rejected_mean"),
             rejected_std=tensors.get("rejected_std"),
         )
-        if self.captions:
-            batch.prompts = [self.captions[index][caption] for (index, _), caption in zip(items, drawn, strict=True)]
-        if self.preserved and self.seed is not None:
-            chosen = [(self.preserved[number], draw) for number, draw in zip(numbers, draws, strict=True)]
-            preserved = [self._read(own[drawn_preserved(self.seed, draw, len(own))]) for own, draw in chosen]
-            batch.preserve_prompt = stack_padded(preserved)
-        if self.weights:
-            batch.weights = torch.tensor([self.weights[index] for index, _ in items])
+        if samples[0].preserved and self.seed is not None:
+            chosen = [one.preserved[drawn_preserved(self.seed, draw, len(one.preserved))] for one, draw in both]
+            batch.preserve_prompt = stack_padded([self._read(place) for place in chosen])
         return batch
 
-    def _read(self, row: int) -> dict[str, Tensor]:
-        """Return the tensors of a row; raises a UserError if they are not as they were written."""
-        shard, offset, size = self.index.spans[3 * row : 3 * row + 3]
-        name = self.index.shards[shard]
-        data = self.source.read_range(name, offset, size, self.index.checksums[row])
-        with reading(f"{self.source}/{name}", REMEDY):
+    def _read(self, place: Place) -> dict[str, Tensor]:
+        """Return the tensors at a place; raises a UserError if they are not as they were written."""
+        data = self.source.read_range(place.shard, place.offset, place.size, place.crc32)
+        with reading(f"{self.source}/{place.shard}", REMEDY):
             tensors = safetensors.torch.load(data)
         # The empty prompt's tensors have names of their own in a tar.
         return {name.removeprefix("empty_"): tensor for name, tensor in tensors.items()}

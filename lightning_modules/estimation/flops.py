@@ -1,6 +1,7 @@
 """The useful work of a training step, which is its matrix products, and the time it takes."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
 from datamodules.images.resizing import Size
-from datamodules.sampler import Sizes
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
 from lightning_modules.prepare import Execution
@@ -78,7 +78,7 @@ def step_flops(execution: Execution, transformer: Any, batch: LatentBatch, passe
     return passes.training * counter.get_total_flops() + passes.forward * forward
 
 
-def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes: Sizes) -> float:
+def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes: Sequence[Size]) -> float:
     """Return the FLOPs of a training step with one sample, the mean over samples of these sizes.
 
     The smallest and the largest size are counted. Work per token grows linearly with the tokens that attend to it.
@@ -89,7 +89,7 @@ def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes
     """
     if checkpointing != "none":
         passes = passes._replace(forward=passes.forward + passes.training)
-    family, counts = execution.family, sizes.counts()
+    family, counts = execution.family, Counter(sizes)
     batches = {size: empty_latents(family, execution.base, size, 1, CAPTION) for size in counts}
     tokens = {size: family.geometry.token_count(batch) for size, batch in batches.items()}
     least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)

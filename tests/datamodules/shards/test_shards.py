@@ -1,8 +1,6 @@
 """The shard format: members, ids, the index, and batches by random access."""
 
-import gc
 import threading
-import tracemalloc
 
 import pytest
 import safetensors.torch
@@ -13,21 +11,20 @@ from benchmarks.made_up_cache import rows
 from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.prefetch import ThreadedLoader
-from datamodules.sampler import Sizes, drawn_caption
+from datamodules.sampler import drawn_caption
 from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.fingerprint import check_fit
-from datamodules.shards.index import ShardIndex
-from datamodules.shards.reader import LatentReader
-from datamodules.shards.tar import prompt_id, sample_id, size_of
+from datamodules.shards.reader import LatentReader, index_of
+from datamodules.shards.tar import prompt_id, sample_id
 from tasks.terminal import configure_logging
-from tests.support.latents import fill, tensors
+from tests.support.latents import tensors
 
 CAPTIONS = 3
 
 
 def reader(cache, empty_prompt=False, **more):
-    index = ShardIndex(cache.rows())
-    return LatentReader(Folder(cache.folder), index, range(len(index.numbers)), index.keys, empty_prompt, **more)
+    samples = list(index_of(cache.rows()).samples.values())
+    return LatentReader(Folder(cache.folder), samples, empty_prompt, **more)
 
 
 def test_stock_webdataset_finds_the_members(cache):
@@ -64,17 +61,6 @@ def test_threads_keep_the_order_and_end_with_the_loop(cache, threads):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shards")]
 
 
-def test_shard_that_vanishes_or_shrinks_while_it_is_read_is_one_line(cache):
-    last = max(cache.folder.glob("*.tar"))
-    read = reader(cache)
-    last.write_bytes(last.read_bytes()[:-12_000])
-    with pytest.raises(UserError, match="ends too early"):
-        [read([(n, 0)]) for n in range(10)]
-    last.unlink()
-    with pytest.raises(UserError, match=f"cannot read {last}: No such file.*; delete it and start again"):
-        [read([(n, 0)]) for n in range(10)]
-
-
 def test_prompt_is_stored_once_a_shard_and_each_shard_is_complete_in_itself(cache):
     for part in cache.index_parts():
         ids = [row["id"] for row in part.rows]
@@ -82,15 +68,6 @@ def test_prompt_is_stored_once_a_shard_and_each_shard_is_complete_in_itself(cach
         for row in part.rows:
             if "key" in row:
                 assert {*row["prompts"], row["empty_prompt"]} <= set(ids[: ids.index(row["id"])])
-
-
-def test_several_processes_merge_into_one_index(tmp_path):
-    cache = Cache(tmp_path / "cache", {})
-    for rank in range(3):
-        cache.seal(fill(cache, 4, rank=rank, first=4 * rank))
-    cache.merge()
-    assert cache.sample_ids() == {f"id{n}" for n in range(12)}
-    assert {name[:14] for name in cache.manifest()["shards"]} == {f"latents-0000{rank}-" for rank in range(3)}
 
 
 def test_sample_id_depends_on_all_of_its_content():
@@ -127,46 +104,11 @@ def test_only_other_versions_are_accepted_with_a_note(capfd):
         check_fit(built, {**built, "dtype": "float32"}, "there")
 
 
-def test_index_contains_the_facts_of_its_rows():
-    listed = list(rows(50, 3))
-    index = ShardIndex(listed)
-    samples = [row for row in listed if "key" in row]
-    assert index.keys == [row["key"] for row in samples]
-    assert list(index.sizes) == [size_of(row) for row in samples]
-    assert list(index.tokens) == [row["tokens"] for row in samples]
-    for number, row in enumerate(samples):
-        own, (prompt,) = index.samples[4 * number], index.prompts_of(number)
-        assert listed[own] is row
-        assert [listed[prompt]["id"]] == row["prompts"]
-        assert listed[index.empty_prompt_of(number)]["id"] == row["empty_prompt"]
-        shard, *place = index.spans[3 * own : 3 * own + 3]
-        assert (index.shards[shard], *place) == (row["shard"], row["offset"], row["bytes"])
-
-
 def test_last_of_several_samples_with_one_id_counts():
     listed = list(rows(5, 1))
-    index = ShardIndex([*listed, {**listed[4], "key": "renamed"}])
-    assert [index.keys[number] for number in index.numbers] == ["00000/00000000", "renamed", *index.keys[2:5]]
-
-
-def test_sample_takes_two_hundred_bytes_of_memory():
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    index = ShardIndex(rows(20_000, 5))
-    index.forget_ids()
-    gc.collect()
-    held = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert held / 20_000 < 200
-
-
-def test_sizes_are_kept_as_codes():
-    texts = [str(number % 300) for number in range(1000)]
-    sizes = Sizes.of(texts)
-    assert list(sizes) == texts
-    assert sizes.codes.itemsize == 2
-    assert sizes.counts() == {text: texts.count(text) for text in texts}
-    assert list(sizes.take([5, 999, 5])) == ["5", "99", "5"]
+    samples = index_of([*listed, {**listed[4], "key": "renamed"}]).samples
+    assert [sample.key for sample in samples.values()].count("renamed") == 1
+    assert len(samples) == 5
 
 
 @pytest.fixture
@@ -197,9 +139,13 @@ def first_tokens(batch):
 
 
 def test_reader_draws_captions_by_seed_and_draw_or_takes_the_first(captioned):
-    captions = [[f"{number} {caption}" for caption in range(CAPTIONS)] for number in range(6)]
+    read = reader(captioned, seed=7)
+    read.samples = [
+        sample._replace(captions=[f"{number} {caption}" for caption in range(CAPTIONS)])
+        for number, sample in enumerate(read.samples)
+    ]
     items = [(number % 6, 100 + number) for number in range(24)]
-    batch = reader(captioned, captions=captions, seed=7)(items)
+    batch = read(items)
     assert first_tokens(batch) == expected(batch.draws, [number for number, _ in items])
     assert len(set(first_tokens(batch))) > 12
     assert batch.prompts == [f"{int(one // 10)} {int(one % 10)}" for one in first_tokens(batch)]

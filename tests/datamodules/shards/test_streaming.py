@@ -9,8 +9,7 @@ import torch
 from datamodules.errors import UserError
 from datamodules.shards import stores
 from datamodules.shards.cache import Folder
-from datamodules.shards.index import open_shards
-from datamodules.shards.reader import LatentReader
+from datamodules.shards.reader import LatentReader, open_shards
 from datamodules.shards.transfer import Bucket
 from tasks.terminal import configure_logging
 from tests.support.servers import Handler, serve, upload
@@ -21,12 +20,11 @@ PARTS = {"dtype": "bfloat16"}
 def opened(url):
     """Return the reader of the cache at a URL."""
     source = Bucket(url, "data.shards", writes=False)
-    index = open_shards(source, PARTS)
-    return LatentReader(source, index, range(len(index.numbers)), index.keys, empty_prompt=True)
+    return LatentReader(source, open_shards(source, PARTS), empty_prompt=True)
 
 
 def assert_like_a_copy(read, cache):
-    local = LatentReader(Folder(cache.folder), read.index, range(10), read.index.keys, empty_prompt=True)
+    local = LatentReader(Folder(cache.folder), read.samples, empty_prompt=True)
     for number in range(10):
         one, other = read([(number, number)]), local([(number, number)])
         assert one.keys == other.keys
@@ -40,7 +38,7 @@ def first_tar(cache):
 @pytest.mark.parametrize("url", ["{server}?token=x", "file://{folder}"])
 def test_url_yields_the_batches_of_a_copy(cache, server, url):
     read = opened(url.format(server=server, folder=cache.folder))
-    assert read.index.keys == open_shards(Folder(cache.folder), PARTS).keys
+    assert read.samples == open_shards(Folder(cache.folder), PARTS)
     assert_like_a_copy(read, cache)
 
 
