@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from runs.run_folder import shorten
 from runs.signals import stop
-from tasks.arguments import hydras_errors, read_arguments, with_run_settings
+from tasks.arguments import hydras_errors, read_arguments
 from tasks.check_keys import check_keys, chosen_task
 from tasks.check_values import check_ranges, check_shards
 from tasks.folders import in_use
@@ -69,7 +69,7 @@ def job(cfg: DictConfig) -> float | None:
 def main() -> None:
     """Run the command line."""
     with command_line(trains=True), hydras_errors("train"):
-        sys.argv[1:] = read_arguments(sys.argv[1:], "train", with_run_settings)
+        sys.argv[1:] = read_arguments(sys.argv[1:], "train")
         _run()
 
 

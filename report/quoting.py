@@ -1,4 +1,4 @@
-"""Quoting: values for Hydra's command line, text for Markdown, and settings for other people to read."""
+"""Settings as text: quoted for Hydra's command line and for Markdown, by flat keys, and for other people to read."""
 
 import re
 import shlex
@@ -44,6 +44,16 @@ PATHS = {
 }
 # Settings whose values are masked.
 SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential", re.IGNORECASE)
+
+
+def flat_settings(settings: Mapping[Any, Any], start: str = "") -> dict[str, Any]:
+    """Return nested settings by their keys with dots."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= (
+            flat_settings(value, f"{start}{key}.") if isinstance(value, dict) and value else {f"{start}{key}": value}
+        )
+    return found
 
 
 def is_parsed(key: str, value: str) -> bool:

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -30,25 +30,23 @@ from tasks.terminal import log
 NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
 
-def read_arguments(
-    arguments: Sequence[str], script: str, complete: Callable[[list[str]], list[str]] = list
-) -> list[str]:
+def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
     """Return the arguments for Hydra: first the settings, then its options.
 
     Args:
         arguments: of the command line.
         script: train or predict.
-        complete: adds settings to the checked arguments.
 
     Raises:
         UserError: an argument is neither an option nor KEY=VALUE, or its key is no setting.
     """
     options, settings = _split(arguments, script)
     known = declared(script)
-    checked = [_checked(setting, known) for setting in quote_values(settings)]
+    settings = [_checked(setting, known) for setting in quote_values(settings)]
     if not set(options) - {"-m", "--multirun"}:  # the other options only show something, without imports
         log.info("starting: importing PyTorch takes a few seconds")
-    return complete([*checked, *options])
+    arguments = [*settings, *options]
+    return with_run_settings(arguments) if script == "train" else arguments
 
 
 def with_run_settings(arguments: list[str]) -> list[str]:
@@ -82,14 +80,14 @@ def quote_values(arguments: list[str]) -> list[str]:
     null are left unchanged, and so are paths with a comma that do not exist: they may be a sweep.
     """
 
-    def quote(argument: str) -> str:
+    quoted = []
+    for argument in arguments:
         key, _, value = argument.partition("=")
-        if key not in PATHS | TEXTS or is_parsed(key, value):
-            return argument
-        value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ at the start of a word only
-        return f"{key}={literal(value)}"
-
-    return [quote(argument) for argument in arguments]
+        if key in PATHS | TEXTS and not is_parsed(key, value):
+            value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ only at a word's start
+            argument = f"{key}={literal(value)}"
+        quoted.append(argument)
+    return quoted
 
 
 def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]:
@@ -127,19 +125,18 @@ def _checked(setting: str, known: Declared) -> str:
         ) from error
     key = override.key_or_group
     if key.startswith("hydra") or "@" in setting.partition("=")[0]:
-        return setting.lstrip("+") if key.startswith("hydra/") else setting
-    if override.value() is None and key in known.groups and not override.is_delete():
-        if key not in known.may_be_null:
-            raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
-        return f"~{key}"
+        return setting
     if key in known.groups:
-        return setting.lstrip("+")
+        if override.value() is not None or override.is_delete():
+            return setting
+        if key in known.may_be_null:
+            return f"~{key}"
+        raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
     dotted = key.replace("/", ".")
     of_class = known.takes_arguments(dotted)
     if not known.knows(dotted) and not (of_class and (override.is_add() or override.is_force_add())):
         known.refuse(key, "" if override.is_delete() else f"={setting.partition('=')[2]}", of_class)
-    # An existing setting may be given with a +: ++ sets it in either case.
-    return f"+{setting}" if override.is_add() and known.knows(dotted) else setting
+    return setting
 
 
 @contextmanager

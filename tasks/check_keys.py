@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, cast
 
@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rapidfuzz.distance import OSA
 
 from datamodules.errors import UserError, listing
+from report.quoting import flat_settings
 from tasks.check_values import OPEN_MAPPINGS
 from tasks.resolvers import CONF
 
@@ -36,7 +37,6 @@ OTHER = {"train": "predict", "predict": "train"}
 CHOOSING = ("experiment", "debug", "hparams_search")
 # Mappings to which any class may be added by its _target_.
 OPEN = ("callbacks", "callbacks.validation.metrics", "logger")
-OURS = ("callbacks.", "datamodules.", "lightning_modules.", "report.")
 
 DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")
 # Tasks of predict.py that read a setting and all below it; the longest name counts, other settings are for all tasks.
@@ -113,7 +113,7 @@ class Declared:
                 self._based.add(option)
                 if entry.endswith("@_here_"):
                     self._add(f"{entry[1:].removesuffix('@_here_')}.yaml", group, option)
-        for key in _leaves(content, f"{package}." if package else "") if group not in CHOOSING else ():
+        for key in flat_settings(content, f"{package}." if package else "") if group not in CHOOSING else ():
             if not key.startswith("hydra."):
                 self.leaves.setdefault(key, []).append(option)
         return defaults
@@ -128,10 +128,9 @@ class Declared:
 
     def nearest(self, key: str) -> str | None:
         """Return the setting with the most similar name, None if none is similar."""
-        named = {group.replace("/", "."): group for group in self.groups if f"{group.replace('/', '.')}." not in key}
-        names = [name for name in (*self.leaves, *sorted(self.nodes), *named) if "._" not in name]
+        names = [name for name in (*self.leaves, *self.nodes, *self.groups) if "._" not in name]
         least, _, found = min((_unlikeness(key, name), name.count("."), name) for name in names)
-        return named.get(found, found) if least <= max(1.5, len(key) / 5) else None
+        return found if least <= max(1.5, len(key) / 5) else None
 
     def refuse(self, key: str, value: str = "", of_class: bool = False) -> NoReturn:
         """Raise a UserError for a key that is no setting, naming the nearest one.
@@ -166,66 +165,36 @@ def check_keys(cfg: DictConfig, script: str) -> None:
     Raises:
         UserError: a key would not be read.
     """
-    known, settings = declared(script), cast(dict[str, Any], OmegaConf.to_container(cfg))
-    for key, target, leaf in _unknown(settings, known):
-        parent, _, name = key.rpartition(".")
-        if target is None:
-            known.refuse(leaf)
-        arguments, near = _arguments(target, parent), known.nearest(leaf)
-        if arguments is None:  # any argument is accepted, unless it is a misspelt setting of conf/
-            if near is not None and OSA.distance(leaf, near) <= 2:
-                known.refuse(leaf)
-        elif name not in arguments:
-            if near is None or not near.startswith(f"{parent}."):
-                best = closest(name, sorted(arguments), 2)
-                near = best and f"{parent}.{best}"
-            hint = f"Did you mean {near}?" if near else f"It takes {listing(sorted(arguments), 8) or 'none'}."
-            raise UserError(f"{leaf}: {target} has no argument {name}. {hint}")
-    classes = {key for key in known.nodes if f"{key}._target_" in known.leaves}
-    classes |= {f"{place}.{name}" for place in OPEN for name in OmegaConf.select(cfg, place) or {}}
-    for key in sorted(classes):
-        node = OmegaConf.select(cfg, key)
-        if isinstance(node, DictConfig) and "_target_" not in node:
-            group = key.replace(".", "/")
-            options = ", ".join(known.groups.get(group, ()))
-            choose = f"Choose {group}=NAME first: {options}." if options else f"{key}._target_ is missing."
-            raise UserError(f"{key}.{next(map(str, node), '')}: nothing would read it. {choose}")
+    known, values = declared(script), flat_settings(cast(dict[str, Any], OmegaConf.to_container(cfg)))
+    for key in values:
+        if known.knows(key):
+            parent = key.rpartition(".")[0]
+            if f"{parent}._target_" in known.leaves and f"{parent}._target_" not in values:
+                group = parent.replace(".", "/")
+                hint = f"Choose {group}=NAME first: {', '.join(known.groups.get(group, ()))}."
+                raise UserError(f"{key}: nothing would read it without {parent}._target_. {hint}")
+            continue
+        holders = (one for one in reversed(_parents(key)) if one in known.nodes or one.rpartition(".")[0] in OPEN)
+        holder = next(holders, "")
+        target, name = values.get(f"{holder}._target_"), key.removeprefix(f"{holder}.").partition(".")[0]
+        arguments = {} if target is None else _arguments(target)
+        if name in arguments or (target is not None and name.startswith("_")):
+            continue
+        near = known.nearest(key)
+        if target is None or (near is not None and OSA.distance(key, near) <= 2):
+            known.refuse(key)
+        if not any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
+            raise UserError(f"{key}: {target} has no argument {name}.")
 
 
-def _unknown(node: Mapping[Any, Any], known: Declared, path: str = "") -> Iterator[tuple[str, str | None, str]]:
-    """Yield the keys that conf/ does not declare, each with the class whose argument it may be, and a setting in it."""
-    target = node.get("_target_") if known.takes_arguments(f"{path}x") else None
-    for name, value in node.items():
-        key = f"{path}{name}"
-        is_added = path[:-1] in OPEN and isinstance(value, dict) and "_target_" in value
-        if isinstance(value, dict) and value and (key in known.nodes or is_added):
-            yield from _unknown(value, known, f"{key}.")
-        elif not known.knows(key) and not (target is not None and str(name).startswith("_")):
-            yield key, target, next(_leaves({name: value}, path))
-
-
-def _arguments(target: str, where: str) -> set[str] | None:
-    """Return the names of the arguments of a class or function, None if it accepts any; conf/ has all of ours.
-
-    Raises:
-        UserError: it cannot be imported.
-    """
+def _arguments(target: str) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a class or function; if it has no signature, any argument."""
     from hydra.utils import get_object
 
     try:
-        function = get_object(target)
-    except Exception as error:  # whatever importing it raises
-        reason = (str(error.__cause__ or error).splitlines() or [""])[0]
-        raise UserError(f"{where}._target_={target}: it cannot be imported ({reason}).") from error
-    # A class of ours that passes **settings on accepts its parents' arguments as well.
-    classes = getattr(function, "__mro__", [function]) if target.startswith(OURS) else [function]
-    try:
-        parameters = [one for each in classes for one in inspect.signature(each).parameters.values()]
-    except (TypeError, ValueError):  # written in C
-        return None
-    if any(one.kind is one.VAR_KEYWORD for one in parameters) and not target.startswith(OURS):
-        return None
-    return {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+        return inspect.signature(get_object(target)).parameters
+    except Exception:  # written in C, or it cannot be imported, which `instantiate` reports
+        return inspect.signature(lambda **_: None).parameters
 
 
 def chosen_task(task: str, script: str) -> str:
@@ -264,16 +233,8 @@ def _parents(key: str) -> list[str]:
     return [key[: match.start()] for match in re.finditer(r"\.", key)]
 
 
-def _leaves(node: Mapping[Any, Any], path: str) -> Iterator[str]:
-    """Yield the full keys of all values in nested mappings."""
-    for name, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}"
-
-
 def _unlikeness(key: str, name: str) -> float:
     """Return the number of different letters, or that in the last parts and a little more."""
+    key, name = key.replace("/", "."), name.replace("/", ".")
     before, _, own = key.rpartition(".")
     return min(OSA.distance(key, name), OSA.distance(own, name.rpartition(".")[2]) + (1.1 if before else 0.5))

@@ -17,9 +17,8 @@ class Number:
     Attributes:
         above: whether `least` itself is excluded.
         multiple: a divisor of the number.
-        words: alternatives to a number.
-        several: whether a list of numbers is allowed.
-        by_pattern: whether a mapping of patterns to numbers is allowed.
+        also: alternatives to a number: values; list, of numbers; dict, of patterns to numbers.
+        alone: whether a number itself is allowed.
     """
 
     least: float = -math.inf
@@ -27,16 +26,14 @@ class Number:
     whole: bool = False
     above: bool = False
     multiple: int = 1
-    null: bool = False
-    words: tuple[str, ...] = ()
-    several: bool = False
-    by_pattern: bool = False
+    also: tuple[Any, ...] = ()
+    alone: bool = True
 
     def allows(self, value: Any) -> bool:
         """Return whether a setting may have this value."""
-        if (self.several and isinstance(value, list)) or (self.by_pattern and isinstance(value, dict)):
+        if type(value) in self.also:
             return bool(value) and all(map(self._is_number, value.values() if isinstance(value, dict) else value))
-        return (self.null and value is None) or value in self.words or self._is_number(value)
+        return value in self.also or (self.alone and self._is_number(value))
 
     def _is_number(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
@@ -51,19 +48,11 @@ class Number:
         if self.least > -math.inf:
             kind += f" above {self.least:g}" if self.above else f" from {self.least:g}"
             kind += f" to {self.most:.10g}" if self.most < math.inf else "" if self.above else " on"
-        others = [*self.words, *(["null"] if self.null else []), *(["a list of them"] if self.several else [])]
-        others += ["a mapping {PATTERN:NUMBER}"] if self.by_pattern else []
-        return " or ".join([kind, *others])
-
-
-class ByPattern(Number):
-    """A number for each pattern of layer names, or null."""
-
-    def allows(self, value: Any) -> bool:
-        return value is None or (isinstance(value, dict) and all(map(self._is_number, value.values())))
-
-    def __str__(self) -> str:
-        return f"a mapping {{PATTERN:NUMBER}} of {super().__str__()}, or null"
+        names = {None: "null", list: "a list of them", dict: "a mapping {PATTERN:NUMBER}"}
+        others = " or ".join(names.get(one, one) for one in self.also)
+        if not self.alone:
+            return f"{others} with {kind} each"
+        return f"{kind} or {others}" if others else kind
 
 
 class Switch(Number):
@@ -111,12 +100,12 @@ _SETTINGS: dict[Number, str] = {
         adapter.min_rank scheduler.num_warmup_steps
         callbacks.lora_checkpoint.save_every callbacks.sample_images.sample_every callbacks.sample_images.count
     """,
-    replace(COUNT, null=True): "data.max_tokens_per_batch rank",
+    replace(COUNT, also=(None,)): "data.max_tokens_per_batch rank",
     FROM_ZERO: """
         model.training_guidance_scale objective.preserve.outside objective.preserve.weight
         optimizer.lr optimizer.weight_decay model.recipe.lr model.timesteps.logit_std
     """,
-    replace(FROM_ZERO, null=True): """
+    replace(FROM_ZERO, also=(None,)): """
         model.sampling.guidance_scale model.sampling.true_cfg_scale guidance_scale true_cfg_scale
         trainer.gradient_clip_val
     """,
@@ -124,7 +113,7 @@ _SETTINGS: dict[Number, str] = {
         data.source.change_weight objective.loss.delta objective.beta optimizer.eps optimizer.fallback_lr_scale
         adapter.alpha_rank_scale
     """,
-    replace(POSITIVE, null=True): """
+    replace(POSITIVE, also=(None,)): """
         watchdog_minutes adapter.alpha adapter.lora_plus_ratio model.recipe.alpha ema.half_life
         model.sampling.shift shift
     """,
@@ -132,37 +121,34 @@ _SETTINGS: dict[Number, str] = {
         data.caption_dropout_rate objective.mask.outside objective.edit_weight.floor
         model.recipe.caption_dropout_rate
     """,
-    Number(0, 0.999, above=True, null=True): "model.sampling.shift_terminal shift_terminal",
-    replace(POSITIVE, null=True, words=("dynamic",)): "model.timesteps.shift",
+    Number(0, 0.999, above=True, also=(None,)): "model.sampling.shift_terminal shift_terminal",
+    replace(POSITIVE, also=("dynamic", None)): "model.timesteps.shift",
     Number(): "model.timesteps.logit_mean",
     Number(1): "objective.contrastive_guidance",
     RESOLUTION: "model.resolution",
-    replace(RESOLUTION, null=True, several=True): "data.resolution",
-    Number(16, whole=True, multiple=16, null=True): "height width",
+    replace(RESOLUTION, also=(None, list)): "data.resolution",
+    Number(16, whole=True, multiple=16, also=(None,)): "height width",
     Number(256, whole=True): "max_area callbacks.sample_images.max_area captioner.max_area",
-    Number(256, whole=True, null=True): "model.vae_image_size model.condition_image_size",
+    Number(256, whole=True, also=(None,)): "model.vae_image_size model.condition_image_size",
     Number(1, 512, whole=True): "model.max_sequence_length",
-    Number(-1, whole=True, words=("auto",), several=True): "trainer.devices",
-    Number(-1, whole=True, null=True): "trainer.max_epochs",
+    Number(-1, whole=True, also=("auto", list)): "trainer.devices",
+    Number(-1, whole=True, also=(None,)): "trainer.max_epochs",
     Number(-1, whole=True): "adapter.decompose_factor",
     Number(2, whole=True): "adapter.block_size",
-    ByPattern(1, whole=True): "adapter.rank_pattern",
-    ByPattern(0, above=True): "adapter.alpha_pattern adapter.lr_pattern",
+    Number(1, whole=True, also=(None, dict), alone=False): "adapter.rank_pattern",
+    Number(0, above=True, also=(None, dict), alone=False): "adapter.alpha_pattern adapter.lr_pattern",
     Number(0, 0.99999): "optimizer.momentum adapter.dropout",
-    Number(0, 0.99999, several=True): "optimizer.betas",
-    Number(null=True, several=True): "lora_weights merge_weights",
-    Number(null=True, several=True, by_pattern=True): "lora_scale",
+    Number(0, 0.99999, also=(list,)): "optimizer.betas",
+    Number(also=(None, list)): "lora_weights merge_weights",
+    Number(also=(None, list, dict)): "lora_scale",
     # At 0.289 all checkpoints have equal weights (arXiv 2312.02696, equation 123).
-    Number(0, 0.28, above=True, several=True): "average.relative_std",
+    Number(0, 0.28, above=True, also=(list,)): "average.relative_std",
 }
 TRAINING = {key: rule for rule, keys in _SETTINGS.items() for key in keys.split()}
-PREDICTION = TRAINING | dict.fromkeys(("seed", "model.seed", "data.seed"), replace(SEED, several=True))
+PREDICTION = TRAINING | dict.fromkeys(("seed", "model.seed", "data.seed"), replace(SEED, also=(list,)))
 RULES = {"train": TRAINING, "predict": PREDICTION}
 # Mappings whose keys are part of the value: patterns or roles.
 OPEN_MAPPINGS = ("data.columns", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.lr_pattern", "lora_scale")
-# Groups of a single setting that people write without it.
-SHORT_FORMS = {"export": "dtype", "hub": "push", "ema": "half_life", "average": "relative_std"}
-ABSENT = object()
 # Settings of conf/data/pairs.yaml that do not change the encodings in data.shards, or have a check of their own.
 KEPT_BY_SHARDS = {
     *("_target_", "root", "source", "val_root", "val_count", "batch_size", "num_workers", "seed", "preview_count"),
@@ -173,13 +159,10 @@ KEPT_BY_SHARDS = {
 def check_ranges(cfg: DictConfig, script: str) -> None:
     """Raise a UserError for a setting of train.py or predict.py that is of another kind, not finite or out of range."""
     for key, rule in RULES[script].items():
-        value = OmegaConf.select(cfg, key, default=ABSENT)
+        value = OmegaConf.select(cfg, key, default=...)
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        if value is not ABSENT and not rule.allows(value):
+        if value is not ... and not rule.allows(value):
             raise UserError(f"{key}={value}: must be {rule}")
-    for group, key in SHORT_FORMS.items():
-        if group in cfg and not isinstance(cfg[group], DictConfig):
-            raise UserError(f"{group}={cfg[group]}: write {group}.{key}={cfg[group]}")
     steps, warmup = (OmegaConf.select(cfg, key) for key in ("trainer.max_steps", "scheduler.num_warmup_steps"))
     if steps is not None and warmup is not None and warmup > steps:
         raise UserError(f"scheduler.num_warmup_steps={warmup}: must not be above trainer.max_steps={steps}")

@@ -21,6 +21,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED
+from report.quoting import flat_settings
 from tasks.resolvers import CONF
 
 CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
@@ -131,21 +132,13 @@ def header_here(file: LoRAFile) -> Header:
         return header
     with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
         settings: Any = OmegaConf.to_container(OmegaConf.load(config)).get("model") or {}  # type: ignore[union-attr]
-    paths = {key: one for key, one in _flat(settings).items() if isinstance(one, str) and os.path.exists(one)}
-    return header | {"model": {key: paths.get(key, one) for key, one in _flat(header["model"]).items()}}
-
-
-def _flat(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-    """Return nested settings by their keys with dots."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{start}{key}.") if isinstance(value, dict) else {f"{start}{key}": value}
-    return found
+    paths = {key: one for key, one in flat_settings(settings).items() if isinstance(one, str) and os.path.exists(one)}
+    return header | {"model": {key: paths.get(key, one) for key, one in flat_settings(header["model"]).items()}}
 
 
 def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
     """Return the settings of the model that the first LoRA was trained on, with those of the command line."""
-    trained = _flat(((headers or [None])[0] or {}).get("model") or {})
+    trained = flat_settings(((headers or [None])[0] or {}).get("model") or {})
     if any(override.startswith("model=") for override in overrides) or not trained:
         return cfg.model
     name = str(trained.get("name"))

@@ -9,7 +9,6 @@ from datamodules.shards import stores
 from tasks.folders import prediction_folder, run_folder
 
 CONF = Path(__file__).parent.parent / "conf"
-PRECISION = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 
 
 def work_folder(output_dir: str) -> str:
@@ -20,11 +19,6 @@ def work_folder(output_dir: str) -> str:
 def local_cache(cache_dir: str | None) -> str | None:
     """Return the folder of this machine that belongs to data.cache_dir."""
     return cache_dir and str(stores.working_folder(cache_dir))
-
-
-def precision_for(dtype: str) -> str:
-    """Return Lightning's precision for weights of this dtype; the model refuses other dtypes later."""
-    return PRECISION.get(dtype, "32-true")
 
 
 def unless_fp4(usual: float, fp4: float, *, _root_: DictConfig) -> float:
@@ -44,7 +38,7 @@ def warmup_steps(most: int, max_steps: int) -> int:
     return min(most, max_steps // 10)
 
 
-for _resolver in (work_folder, local_cache, precision_for, unless_fp4, when, warmup_steps):
+for _resolver in (work_folder, local_cache, unless_fp4, when, warmup_steps):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
 # Computed once per command, so that the jobs of a sweep share the folder.
 for _folder in (run_folder, prediction_folder):

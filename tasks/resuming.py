@@ -5,7 +5,6 @@ import pickle
 import shlex
 import shutil
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import reading, replacing
-from report.quoting import SECRET
+from report.quoting import SECRET, flat_settings
 from runs.run_folder import RunFolder
 from tasks.terminal import is_first_process, log
 
@@ -21,7 +20,6 @@ from tasks.terminal import is_first_process, log
 RESTORED = ("adapter", "optimizer", "ema")
 # Settings of the start of a run, not of its training.
 OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
-ABSENT = object()
 # Settings of an adapter that determine the shapes of its weights.
 SHAPES = ("_target_", "rank", "rank_pattern", "target_modules", "decompose_factor", "full_matrix", "block_size")
 
@@ -178,24 +176,27 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         return
     with reading(run.config, "remove the file, to resume without comparing the settings"):
         saved: Any = OmegaConf.load(run.config)
-        earlier: Any = _comparable(OmegaConf.to_container(saved))
+        earlier: Any = OmegaConf.to_container(saved)
         if lacking := {"adapter", "optimizer", "scheduler", "model", "data"} - earlier.keys():
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
-        # A value that is computed from other settings, such as the length of a schedule, may change with them.
-        found = [(path, _value(saved, path)) for path in _changed(earlier, _comparable(settings))]
-    present = OmegaConf.create(settings)
+    configs = [(saved, flat_settings(earlier)), (OmegaConf.create(settings), flat_settings(settings))]
     hidden, shape = [], False
-    for path, value in found:
-        now, key = _value(present, path), ".".join(map(str, path))
-        if value == now or (value is ABSENT and not now):  # a setting that was not there yet, and is off
+    for key in sorted({key for _, written in configs for key in written}):
+        group, _, name = key.partition(".")
+        before, after = (written.get(key) for _, written in configs)
+        if group in OF_A_START or before == after:
             continue
-        was, now = (without_credentials(str(None if one is ABSENT else one)) for one in (value, now))
+        # A value that is computed from other settings, such as the length of a schedule, may change with them.
+        was, now = (OmegaConf.select(cfg, key, default=written.get(key)) for cfg, written in configs)
+        if was == now:
+            continue
+        was, now = without_credentials(str(was)), without_credentials(str(now))
         if SECRET.search(key):
             was = now = "***"
         line = f"{key} was {was} in {run} and is {now} now"
-        if path[0] in RESTORED or path == ("objective", "_target_"):
+        if group in RESTORED or key == "objective._target_":
             hidden.append(line)
-            shape |= path[0] == "adapter" and path[1] in SHAPES
+            shape |= group == "adapter" and name.partition(".")[0] in SHAPES
         else:
             log.info(f"note: {line}")
     if hidden:
@@ -205,29 +206,3 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
             f"{_from_weights(weights)}; or resume with the run's own settings: "
             f"python train.py output_dir={shlex.quote(str(run))} ckpt_path=last"
         )
-
-
-def _comparable(settings: Any) -> dict[str, Any]:
-    """Remove the settings of the start of a run, and those of a disabled EMA."""
-    ema = settings.get("ema") or {}
-    kept = {key: value for key, value in settings.items() if key not in OF_A_START}
-    return {**kept, "ema": {} if ema.get("half_life") is None else ema}
-
-
-def _changed(earlier: dict[str, Any], now: dict[str, Any], group: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each setting that is written differently."""
-    for key in sorted({**earlier, **now}, key=str):
-        was, is_now = earlier.get(key, ABSENT), now.get(key, ABSENT)
-        if isinstance(was, dict) and isinstance(is_now, dict):
-            yield from _changed(was, is_now, (*group, key))
-        elif was != is_now:
-            yield (*group, key)
-
-
-def _value(cfg: Any, path: tuple[str, ...]) -> Any:
-    """Return the resolved value of a setting; ABSENT if there is none."""
-    for key in path:
-        if not isinstance(cfg, DictConfig) or key not in cfg:
-            return ABSENT
-        cfg = cfg[key]
-    return OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg

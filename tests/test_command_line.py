@@ -1,8 +1,9 @@
 """The arguments of train.py and predict.py."""
 
 import pytest
+from omegaconf import OmegaConf
 
-from tests.support.commands import compose, metrics, weights
+from tests.support.commands import compose
 
 
 def test_prodigy_and_schedule_free_bring_a_constant_schedule():
@@ -11,12 +12,11 @@ def test_prodigy_and_schedule_free_bring_a_constant_schedule():
     assert compose("train", "optimizer=prodigy", "scheduler=cosine").scheduler.name == "cosine"
 
 
-def test_overrides_of_a_repeated_run_count(run, gallery, tmp_path):
-    again = [f"output_dir={tmp_path / 'again'}", "adapter.rank=2", "optimizer.lr=0.5", "trainer.max_steps=3"]
-    run("train", "-cp", gallery("plain").folder, "-cn", "config", "scheduler.name=cosine", *again)
-    assert weights(tmp_path / "again")["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"].shape[0] == 2
-    rates = [float(row["lr"]) for row in metrics(tmp_path / "again")]
-    assert rates == pytest.approx([0.5, 0.375, 0.125], rel=1e-4)
+def test_overrides_of_a_repeated_run_count(run, gallery):
+    again = ["adapter.rank=2", "optimizer.lr=0.5", "scheduler.name=cosine", "--cfg", "job"]
+    settings = run("train", "-cp", gallery("plain").folder, "-cn", "config", *again).text
+    cfg = OmegaConf.create(settings[settings.index("callbacks:") :])
+    assert (cfg.adapter.rank, cfg.optimizer.lr, cfg.scheduler.name, cfg.trainer.max_steps) == (2, 0.5, "cosine", 2)
 
 
 def test_help_explains_itself_quickly(run):

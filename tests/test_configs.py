@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,24 +9,28 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from tasks.check_keys import check_keys
+from tasks.check_keys import check_keys, declared
 from tasks.check_values import RULES, check_ranges
-from tests.support.commands import ROOT, compose
+from tests.support.commands import compose
 
-# Not those that others build on.
-FILES = sorted(path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("[!_]*.yaml"))
-NEEDS = {Path("logger/wandb.yaml"): "wandb"}
+# Groups that go together in any combination: round N chooses each one's N-th option.
+COMBINED = "adapter data hparams_search logger model model/quantization objective optimizer scheduler"
+# Groups whose options choose others, or belong to one option of another.
+ALONE = "callbacks/metrics debug experiment objective/loss"
 # torchmetrics checks its own arguments; the other is a choice of words, among them true.
 ELSEWHERE = ("callbacks.validation.metrics.", "adapter.init_lora_weights", "model.recipe.init_lora_weights")
 
 
-def choice(file: Path) -> tuple[str, list[str]]:
-    """Return the primary config and the override that include a file."""
-    if len(file.parts) == 1:
-        return file.stem, []
-    primary = "predict" if file == Path("trainer/predict.yaml") or file.parts[0] == "captioner" else "train"
-    whose = ["captioner=qwen3_vl"] if file.parent == Path("captioner/quantization") else []
-    return primary, [*whose, f"{file.parent}={file.stem}"]
+def combinations() -> Iterator[tuple[str, ...]]:
+    """Yield choices for train.py and predict.py that contain every option of every group."""
+    options = {group: names for group, names in declared("train").groups.items() if group in COMBINED.split()}
+    options["logger"] = [name for name in options["logger"] if name != "wandb" or find_spec("wandb")]
+    for index in range(max(map(len, options.values()))):
+        yield "train", *(f"{group}={names[index % len(names)]}" for group, names in options.items())
+    yield from (("train", f"{group}={name}") for group in ALONE.split() for name in declared("train").groups[group])
+    yield from (("train", one) for one in ("trainer=fsdp", "hydra/launcher=slurm", "hydra/launcher=slurm_node"))
+    for captioner, quantization in (("qwen3_vl", "fp8"), ("qwen2_5_vl", "nf4")):
+        yield "predict", f"captioner={captioner}", f"captioner/quantization={quantization}"
 
 
 def leaves(node: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -42,11 +45,9 @@ def leaves(node: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", node[name]
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_file_composes_and_its_targets_accept_their_arguments(file, tmp_path):
-    if file in NEEDS:
-        pytest.importorskip(NEEDS[file])
-    primary, overrides = choice(file)
+@pytest.mark.parametrize("choices", combinations(), ids=" ".join)
+def test_files_compose_and_their_targets_accept_their_arguments(choices, tmp_path):
+    primary, *overrides = choices
     cfg = compose(primary, *overrides, f"output_dir={tmp_path}")
     check_keys(cfg, primary)
     check_ranges(cfg, primary)

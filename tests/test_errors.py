@@ -35,41 +35,29 @@ def test_lora_of_another_model(refuses, gallery, tiny, tmp_path):
         ("adapter.target_modules=[to_z]", ("to_z matches no linear layer of FluxTransformer2DModel", "attn.to_q")),
         ("adapter.init_from=/nowhere", "no such file or folder"),
         ("model.devices.vae=cuda:7", "model.devices.vae=cuda:7: this machine has cpu"),
-        ("model.devices.transformer=cuda", "model.devices.transformer=cuda: this machine has cpu"),
-        ("model.devices.vae=gpu7", "model.devices.vae=gpu7 is not a device"),
+        ("model.devices.transformer=gpu7", "model.devices.transformer=gpu7 is not a device"),
         ("trainer.accelerator=gpu", "No supported gpu backend found"),
         ("model.dtype=float8", "model.dtype=float8: choose float32 or bfloat16"),
         ("trainer.precision=bf16-true", "use 32-true"),
-        ("adapter.rank=0", "adapter.rank=0: must be a whole number from 1 on"),
         ("adapter.target_modules='*.to_q'", "is not a regular expression"),
         ("adapter.target_modules=[to_q,to_kk]", "to_kk matches no linear layer"),
         ("model.devices.transformer=cpu trainer.devices=2", "choose one"),
         ("callbacks.metrics=null", "callbacks.progress shows what callbacks.metrics measures"),
         ("trainer.max_epochs=3", "Pass trainer.max_steps, 3 x samples / (data.batch_size"),
-        ("ckpt_path=last", "there is no checkpoint"),
         ("ckpt_path=/nowhere.ckpt", "there is no checkpoint /nowhere.ckpt"),
         ("data.on_missing=ignore", "choose error or skip"),
         ("model.revision=v9 model.pretrained_model_name_or_path=owner/name", "huggingface.co cannot be reached"),
-        ("optimizer.momentum=3", "it is no setting of what was chosen, but of optimizer=muon"),
     ],
 )
 def test_impossible_setting(refuses, override, words):
     refuses(*override.split(" "), words=words)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train"],
-        ["train", "task=dry_run"],
-        ["predict", "task=cache"],
-    ],
-)
-def test_wrong_root_is_said_before_the_hub_is_asked(run, tmp_path, command):
-    settings = ["model=flux_kontext", f"data.root={tmp_path}/nowhere"]
-    settings += [] if "task=cache" in command else [f"output_dir={tmp_path}/run"]
-    outcome = run(*command, *settings, "trainer.accelerator=cpu", ok=False)
-    assert f"data.root={tmp_path}/nowhere: no such folder" in outcome.error
+@pytest.mark.parametrize("command", [["train"], ["predict", "task=cache"]])
+def test_wrong_root_is_said_before_the_hub_is_asked(run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    outcome = run(*command, "model=flux_kontext", "data.root=nowhere", "trainer.accelerator=cpu", ok=False)
+    assert "data.root=nowhere: no such folder" in outcome.error
 
 
 def test_run_is_not_overwritten(run, gallery, copied, tiny, pairs, tmp_path):
@@ -124,7 +112,7 @@ def test_file_that_is_no_checkpoint(tmp_path, write, words):
     assert not path.with_name("trap").exists()
 
 
-@pytest.mark.parametrize("text", ["", "5", "[", "adapter: {}", "adapter: ${nothing}", "\0", "\ud800"])
+@pytest.mark.parametrize("text", ["", "[", "adapter: {}", "\ud800"])
 def test_damaged_settings_of_a_run_that_goes_on(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text, errors="surrogatepass")
     groups = {group: {"x": 1} for group in ("adapter", "optimizer", "scheduler", "model", "data")}
@@ -152,14 +140,11 @@ def test_shards_next_to_a_root(refuses, tmp_path):
     refuses(f"data.shards={tmp_path}", words="both are set")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("resolution", 512), ("crop", "random_cached"), ("columns", {"target": "x"})]
-)
-def test_image_settings_next_to_shards(key, value):
+def test_image_settings_next_to_shards():
     cfg = compose("train", "data.shards=s3://bucket/folder", "data.batch_size=3", "data.seed=5")
     check_shards(cfg)
-    cfg.data[key] = value
-    with pytest.raises(UserError, match=f"^data.{key}=.* applies to images, and data.shards=s3://bucket/folder"):
+    cfg.data.resolution = 512
+    with pytest.raises(UserError, match=r"^data.resolution=512 applies to images, and data.shards=s3"):
         check_shards(cfg)
 
 

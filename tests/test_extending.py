@@ -58,6 +58,7 @@ MODEL = """
     _target_: toy_family.Toy
     pretrained_model_name_or_path: ???
     words: 12
+    recipe: {lr: 1.0e-4}
     sampling: {num_inference_steps: 2, guidance_scale: 2.5, true_cfg_scale: 1.0, negative_prompt: null}
 """
 

@@ -49,9 +49,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, t
     assert losses == [row["loss"] for row in metrics(tmp_path / "whole")]
 
 
-@pytest.mark.parametrize(
-    "optimizer", first(1, ["adamw_schedule_free", "adamw_8bit", "paged_adamw_8bit", "prodigy", "adafactor"])
-)
+@pytest.mark.parametrize("optimizer", first(1, ["adamw_schedule_free", "adamw_8bit", "prodigy", "adafactor"]))
 def test_resume_is_bitwise_for_other_optimizers(run, runs, copied, tiny, pairs, optimizer):
     settings = [f"optimizer={optimizer}", "scheduler=constant"]
     folder = copied(runs(2, *settings))
@@ -166,7 +164,6 @@ def compare(gallery, copied, tiny, pairs, monkeypatch):
         # Weights of one shape start none of another.
         (["adapter.rank=8"], "adapter.rank was .* and start again"),
         (["adapter.rank_pattern={*:2}"], "adapter.rank_pattern.* and start again"),
-        (["adapter.target_modules=[to_q]"], "adapter.target_modules was .* and start again"),
         (["optimizer.lr=1", "adapter.alpha=3"], "adapter.alpha was .*optimizer.lr was"),
         (["ema.half_life=5"], "ema.half_life was None"),
     ],
@@ -190,14 +187,6 @@ def test_other_changed_settings_are_noted(compare):
     assert {f"note: {key} was {was} and is {now} now" for key, (was, now) in changed.items()} <= set(notes)
 
 
-def test_settings_that_a_run_of_an_earlier_version_lacks_are_off(compare):
-    lines = compare.config.read_text().splitlines(keepends=True)
-    earlier = [line for line in lines if "lora_plus_ratio" not in line and "use_rslora" not in line]
-    assert len(earlier) == len(lines) - 2
-    compare.config.write_text("".join(earlier))
-    assert compare() == []
-
-
 def test_other_samples_are_noted_when_a_run_is_resumed(run, gallery, copied, tiny, pairs, tmp_path):
     root = shutil.copytree(pairs, tmp_path / "pairs")
     for path in root.rglob("00.*"):
@@ -206,7 +195,9 @@ def test_other_samples_are_noted_when_a_run_is_resumed(run, gallery, copied, tin
     assert "note: the run had 8 training samples; these 6 are not the same" in run("train", *command).text
 
 
-def test_extended_run_takes_the_new_schedules_learning_rate_from_its_first_step(run, runs, copied, tiny, pairs):
+def test_extended_run_takes_the_new_schedule_and_accumulation_from_its_first_step(
+    run, runs, copied, tiny, pairs, tmp_path
+):
     settings = ["scheduler=cosine", "optimizer.lr=0.003", "adapter.lora_plus_ratio=4"]
     past = runs(2, *settings)
     folder = copied(past)
@@ -214,29 +205,30 @@ def test_extended_run_takes_the_new_schedules_learning_rate_from_its_first_step(
     table = folder / "metrics.csv"
     former = metrics(folder)[-1]["seconds"]
     table.write_text(table.read_text().replace(f",{former}\n", ",3600\n"))  # it took an hour
-    text = run("train", *short(tiny, pairs, folder, 4), *settings, "ckpt_path=last").text
+    counted = "+callbacks.count={_target_: tests.support.probes.CountBatches, file: " + f"{tmp_path / 'counts'}}}"
+    changed = ["trainer.accumulate_grad_batches=2", counted, "ckpt_path=last"]
+    text = run("train", *short(tiny, pairs, folder, 4), *settings, *changed).text
     assert "was read back" not in text
     assert all(3600 < float(row["seconds"]) < 3700 for row in metrics(folder)[2:])
     rates = [float(row["lr"]) for row in metrics(folder)][2:]
     assert rates == pytest.approx([0.5 * 0.003 * (1 + math.cos(math.pi * step / 4)) for step in range(2, 4)], rel=1e-5)
-    assert "note: trainer.max_steps was 2 in" in text
-    assert text.count("note:") == 1
+    assert (tmp_path / "counts").read_text().split() == ["3:2", "4:2"]
+    for note in ("trainer.max_steps was 2 in", "trainer.accumulate_grad_batches was 1 in"):
+        assert f"note: {note}" in text
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
         lambda optimizer, steps: get_cosine_schedule_with_warmup(optimizer, steps // 4, steps),
-        lambda optimizer, steps: lr_scheduler.CosineAnnealingLR(optimizer, steps),
         lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, [0.3, 1.2], total_steps=steps),
-        lambda optimizer, steps: lr_scheduler.MultiStepLR(optimizer, [steps // 2]),
         lambda optimizer, steps: lr_scheduler.SequentialLR(
             optimizer,
             [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.CosineAnnealingLR(optimizer, steps)],
             [steps // 3],
         ),
     ],
-    ids=["warmup", "annealing", "one cycle", "multi step", "sequential"],
+    ids=["warmup", "one cycle", "sequential"],
 )
 @pytest.mark.parametrize("steps", [8, 12, 20])
 def test_a_resumed_schedule_has_the_rates_and_momenta_of_one_that_was_never_stopped(schedule, steps):
@@ -264,15 +256,6 @@ def test_a_resumed_schedule_has_the_rates_and_momenta_of_one_that_was_never_stop
     assert follow(resumed, scheduler, 3) == whole[5:]
 
 
-def test_changed_accumulation_is_that_of_the_first_step_after_resuming(run, runs, copied, tiny, pairs, tmp_path):
-    folder = copied(runs(1, "trainer.accumulate_grad_batches=2"))
-    counted = "+callbacks.count={_target_: tests.support.probes.CountBatches, file: " + f"{tmp_path / 'counts'}}}"
-    more = ["ckpt_path=last", "trainer.accumulate_grad_batches=4", counted]
-    text = run("train", *short(tiny, pairs, folder, 3), *more).text
-    assert "note: trainer.accumulate_grad_batches was 2 in" in text
-    assert (tmp_path / "counts").read_text().split() == ["2:4", "3:4"]
-
-
 @pytest.mark.parametrize("how", first(1, ["ckpt_path=last", "newest", "ckpt_path=PATH"]))
 def test_a_run_that_is_only_named_is_resumed_with_its_own_settings(run, runs, copied, tmp_path, monkeypatch, how):
     settings = ["adapter.target_modules=[attn.to_q]", "optimizer=adamw_schedule_free", "seed=5"]
@@ -294,10 +277,8 @@ def test_a_run_that_is_only_named_is_resumed_with_its_own_settings(run, runs, co
     [
         ["ckpt_path=last", "data.root=x"],
         ["ckpt_path=last", "+model=flux_kontext"],
-        ["ckpt_path=last", "model/quantization=fp8"],
         ["ckpt_path=last", "-m"],
         ["ckpt_path=last", "-cn", "config"],
-        ["ckpt_path=null"],
         ["resume=auto"],
         ["optimizer.lr=1"],
         ["ckpt_path=[", "resume=auto"],
@@ -372,7 +353,7 @@ def test_resume_that_cannot_be_is_refused(overrides, words):
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, runs, copied, tiny, pairs):
-    """The damaged checkpoint also does not replace the good one at the next save."""
+    """The damaged checkpoint does not replace the good one at the next save; unfinished files are removed."""
     settings = ["save_every=1", "scheduler=constant", "keep_checkpoints=3"]
     folder = copied(runs(3, *settings))
     checkpoints = folder / "checkpoints"
@@ -381,28 +362,17 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, runs, copie
     content[len(content) // 2] ^= 1
     (checkpoints / "last.ckpt").write_bytes(content)
     os.truncate(checkpoints / "step-000002.ckpt", 1000)
+    (folder / "model").mkdir()
+    for left in (".config.yaml.1.tmp", "lora/last/.weights.safetensors.1.tmp", "model/.last.1.tmp"):
+        (folder / left).write_text("")
     text = run("train", *short(tiny, pairs, folder, 4), *settings, "resume=auto").text
     assert "last.ckpt is damaged (checksum of" in text
     assert "step-000002.ckpt is damaged (its end is missing, or it is no checkpoint); " in text
     assert "step-000001.ckpt is tried" in text
+    assert not list(folder.rglob(".*.tmp"))
     assert lora_bytes(folder) == lora_bytes(runs(4, *settings).folder)
     kept = {path.name: torch.load(path, weights_only=True)["global_step"] for path in checkpoints.iterdir()}
     assert kept == {"last.ckpt": 4, "step-000003.ckpt": 3, "step-000002.ckpt": 2}
-
-
-def test_files_that_a_killed_run_left_are_removed(run, runs, copied, tiny, pairs):
-    settings = ["save_every=1", "scheduler=constant"]
-    folder = copied(runs(3, *settings, "keep_checkpoints=3"))
-    left = [
-        folder / ".config.yaml.1.tmp",
-        folder / "lora" / "last" / ".weights.safetensors.1.tmp",
-        folder / "model" / ".last.1.tmp" / "weights",
-    ]
-    for path in left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-    run("train", *short(tiny, pairs, folder, 4), *settings, "resume=auto")
-    assert not list(folder.rglob(".*.tmp"))
 
 
 def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(gallery, copied):
@@ -410,7 +380,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(gallery, 
     path = run.checkpoint
     whole, content = torch.load(path, weights_only=True), path.read_bytes()
     found = 0
-    for place in range(0, len(content), len(content) // 40):
+    for place in range(0, len(content), len(content) // 12):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
@@ -420,7 +390,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_found_or_changes_nothing(gallery, 
             found += 1
         else:
             assert str(torch.load(path, weights_only=True)) == str(whole)
-    assert found > 20
+    assert found > 6
 
 
 def test_a_run_whose_first_saving_fails_starts_anew(run, runs, tiny, pairs, tmp_path):

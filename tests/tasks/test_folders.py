@@ -60,7 +60,6 @@ def test_file_systems_without_locks_are_told_of_and_used(tmp_path, monkeypatch, 
     ("output_dir", "words"),
     [
         ("/etc/passwd", "output_dir=/etc/passwd cannot be made (it is a file): choose another folder"),
-        ("null", "output_dir=None: name a folder, or leave it out"),
         (None, "output_dir=outputs/"),  # the working directory is read-only
     ],
 )
