@@ -34,7 +34,7 @@ WAYS = ("bf16", *QUANTIZED, "encoder nf4")
 
 def load(way: str, folder: str) -> int:
     """Load in the child process; return the bytes that remain."""
-    from lightning_modules.pretrained.components import Components
+    from lightning_modules.pretrained.repository import Components
     from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
 

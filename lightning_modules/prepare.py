@@ -27,8 +27,7 @@ from lightning_modules.execution.blocks import (
     trim_last_block,
 )
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.execution.host_memory import all_weights
-from lightning_modules.execution.offload import ActivationOffload, BlockStream, streamed_blocks
+from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights, streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
 

@@ -76,13 +76,12 @@ _SETTINGS: dict[Number, str] = {
     Switch(): """
         trainer.enable_checkpointing trainer.enable_model_summary trainer.enable_progress_bar
         trainer.use_distributed_sampler model.compile model.offload.encoders model.offload.activations
-        model.quantization.bnb_4bit_use_double_quant
         data.upscale data.flip data.caption_per_line data.alpha_mask
         early_stopping callbacks.validation.early_stopping hub.private
         adapter.full_matrix adapter.use_rslora adapter.text_encoders
         optimizer.fused optimizer.nesterov optimizer.decouple optimizer.use_bias_correction
         optimizer.safeguard_warmup optimizer.scale_parameter optimizer.relative_step optimizer.warmup_init
-        fuse delete overwrite captioner.quantization.bnb_4bit_use_double_quant
+        fuse delete overwrite
     """,
     SEED: "seed model.seed data.seed data.source.seed adapter.seed objective.seed callbacks.sample_images.seed",
     COUNT: """

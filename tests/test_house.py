@@ -115,7 +115,7 @@ def test_streams_have_one_place():
     """And another where data is, which may not import it."""
     words = ("cuda.Stream", "current_stream", "record_event", "wait_event", "wait_stream", "record_stream")
     users = {name for name, path in FILES.items() if any(word in path.read_text(encoding="utf-8") for word in words)}
-    assert users == {"lightning_modules.execution.host_memory", "datamodules.prefetch"}
+    assert users == {"lightning_modules.execution.offload", "datamodules.prefetch"}
 
 
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}

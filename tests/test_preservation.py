@@ -9,8 +9,8 @@ from safetensors.torch import load
 
 from datamodules.pairs import collate_pixels
 from datamodules.sampler import drawn_caption, drawn_preserved
+from tasks.dry_run import measure
 from tasks.encode import build_cache
-from tasks.footprint import measure
 from tests.support.caches import encoded, only
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short

@@ -7,8 +7,7 @@ import torch
 from benchmarks.gpu.bench import NEEDS_CUDA, Bench, Facts, deterministic, differing, gradients
 from benchmarks.memory import loss
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.execution.host_memory import HostMemory
-from lightning_modules.execution.offload import ActivationOffload
+from lightning_modules.execution.offload import ActivationOffload, HostMemory
 
 BLOCKS = 4
 

@@ -17,7 +17,7 @@ def measured(bench: Bench, facts: Facts, row: Row) -> list[str]:
     """Measure a row of the table; running out of memory is a result."""
     from benchmarks.full_size import measure
     from lightning_modules.estimation.memory import bytes_per_parameter
-    from tasks.footprint import weight_bytes
+    from tasks.dry_run import weight_bytes
 
     facts |= row._asdict()
     try:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
-from lightning_modules.execution.host_memory import return_freed_memory
 from lightning_modules.lora_files.delta import Delta, LowRank, best_of_rank
 from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
 from lightning_modules.pretrained.weights import FILE_SIZE, SafetensorsWeights, Weights, assemble, save_quantized
 from lightning_modules.quantization.linear import QuantizedLinear
-from lightning_modules.quantization.quantization import Quantization
+from lightning_modules.quantization.quantization import Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
 
 log = logging.getLogger("retouch")
@@ -86,9 +85,7 @@ def write_fused(
     rounding = None
     with replacing_folder(folder) as unfinished:
         if weights.format is not None:  # plain layers stay as they are on disk
-            stored = source.config().get("quantization_config") or {}
-            double_quant = bool(stored.get("bnb_4bit_use_double_quant"))
-            quantization = Quantization(weights.format, (), ("transformer",), double_quant)
+            quantization = Quantization(weights.format, (), ("transformer",))
             transformer = source.empty()
             assemble(transformer, weights, dtype=source.dtype, device=device, quantization=None)
             rounding = _requantize(transformer, deltas, quantization)

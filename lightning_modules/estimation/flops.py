@@ -81,7 +81,7 @@ def step_flops(execution: Execution, transformer: Any, batch: LatentBatch, passe
 def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes: Sequence[Size]) -> float:
     """Return the FLOPs of a training step with one sample, the mean over samples of these sizes.
 
-    The smallest and the largest size are counted. Work per token grows linearly with the tokens that attend to it.
+    A step of the largest size is counted; the others are in proportion to their tokens.
 
     Args:
         passes: of the objective.
@@ -89,17 +89,13 @@ def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes
     """
     if checkpointing != "none":
         passes = passes._replace(forward=passes.forward + passes.training)
-    family, counts = execution.family, Counter(sizes)
-    batches = {size: empty_latents(family, execution.base, size, 1, CAPTION) for size in counts}
-    tokens = {size: family.geometry.token_count(batch) for size, batch in batches.items()}
-    least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
-    transformer = execution.adapted_meta_transformer().float()
-    per_token = {
-        size: step_flops(execution, transformer, batches[size], passes) / tokens[size] for size in {least, most}
-    }
-    slope = (per_token[most] - per_token[least]) / max(1, tokens[most] - tokens[least])
-    work = {size: n * (per_token[least] + slope * (n - tokens[least])) for size, n in tokens.items()}
-    return sum(count * work[size] for size, count in counts.items()) / len(sizes)
+    counts = Counter(sizes)
+    batches = {size: empty_latents(execution.family, execution.base, size, 1, CAPTION) for size in counts}
+    tokens = {size: execution.family.geometry.token_count(batch) for size, batch in batches.items()}
+    largest = max(tokens, key=tokens.__getitem__)
+    flops = step_flops(execution, execution.adapted_meta_transformer().float(), batches[largest], passes)
+    mean_tokens = sum(count * tokens[size] for size, count in counts.items()) / len(sizes)
+    return flops * mean_tokens / tokens[largest]
 
 
 def duration(flops: float, peak: float) -> str:

@@ -102,7 +102,7 @@ def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> No
         raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     known = {name for name in parameters if dtypes[name] in PLAIN}
-    known = known.union(*(row.layout.readable(dtypes, layers, where) for row in FORMATS.values()))
+    known = known.union(*(row.readable(dtypes, layers, where) for row in FORMATS.values()))
     if strange := [name for name in parameters if name not in known]:
         raise UserError(
             f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known: {IN_16_BITS}"
@@ -136,7 +136,7 @@ def check_library_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise a UserError if weights for a library are quantized: it would read integers as numbers, without scales."""
     refuse_method(config, str(folder))
     dtypes = SafetensorsWeights(folder.glob("*.safetensors")).dtypes
-    companions = re.compile("|".join(rf"\.(?:{row.layout.companions})$" for row in FORMATS.values()))
+    companions = re.compile("|".join(rf"\.(?:{row.companions})$" for row in FORMATS.values()))
     integers = re.compile(r"(?:weight|bias) (?!F|BF)")
     quantized = [name for name, kind in dtypes.items() if companions.search(name) or integers.search(f"{name} {kind}")]
     if quantized and not config.get("quantization_config"):

@@ -16,7 +16,7 @@ from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.checks import check_component
-from lightning_modules.pretrained.components import Components
+from lightning_modules.pretrained.repository import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
 from lightning_modules.quantization.quantization import Quantization

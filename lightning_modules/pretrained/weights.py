@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from datamodules.files import reading
-from lightning_modules.execution.host_memory import return_freed_memory
 from lightning_modules.quantization.linear import QuantizedLinear
-from lightning_modules.quantization.quantization import FORMATS, Quantization
+from lightning_modules.quantization.quantization import FORMATS, Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
 
 log = logging.getLogger("retouch")
@@ -88,7 +87,7 @@ class SafetensorsWeights(Weights):
         """The format of its quantized linear layers; None for 16 or 32 bits."""
         for name, dtype in self.dtypes.items():
             for format, row in FORMATS.items():
-                if row.layout.detect(name, dtype):
+                if row.detect(name, dtype):
                     return format
         return None
 
@@ -157,7 +156,7 @@ def _stored_layer(
     parts = {key[len(start) :]: weights.map(key).to(device) for key in weights.dtypes if key.startswith(start)}
     if "bias" in parts:
         parts["bias"] = parts["bias"].to(dtype)
-    found = (row.layout.read(parts, name, dtype) for row in FORMATS.values())
+    found = (row.read(parts, name, dtype) for row in FORMATS.values())
     layer = next((layer for layer in found if layer is not None), None)
     if layer is not None:
         _require_shape(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
@@ -186,7 +185,6 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
             load_in_4bit=four_bit,
             llm_int8_skip_modules=plain,
             bnb_4bit_quant_type=format if four_bit else "fp4",
-            bnb_4bit_use_double_quant=quantization.bnb_4bit_use_double_quant,
             bnb_4bit_compute_dtype=transformer.dtype,
         ).to_dict()
     transformer.save_config(folder)

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from datamodules.files import reason
 from lightning_modules.quantization.linear import (
+    SCALED,
+    SCALES,
     STORAGES,
+    QuantizationFormat,
     QuantizedLinear,
     Scaled,
     Storage,
@@ -86,6 +89,9 @@ def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Quan
         return None
     scale = torch.ones(1, 1, device=weight.device) if scale is None else scale
     return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
+
+
+FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, FLOAT8, SCALED, SCALES, marker="scaled_fp8")
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
@@ -181,3 +187,6 @@ def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Qua
     if scale is None:
         return QuantizedLinear("int8", weight.shape, dtype, bias, weight=weight, SCB=parts["SCB"].float())
     return QuantizedLinear("scaled", weight.shape, dtype, bias, weight=weight, weight_scale=scale)
+
+
+INT8 = QuantizationFormat(8, quantize_int8, read_int8, ["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES))

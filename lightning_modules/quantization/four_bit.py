@@ -9,20 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from lightning_modules.quantization.linear import STORAGES, QuantizedLinear, Storage, in_pieces
+from lightning_modules.quantization.linear import STORAGES, QuantizationFormat, QuantizedLinear, Storage, in_pieces
 
-QUANT_TYPES = ("fp4", "nf4")
-# In safetensors files, between a layer's name and its quant type.
-QUANT_STATE = "weight.quant_state.bitsandbytes__"
-STATES = [f"{QUANT_STATE}{quant_type}" for quant_type in QUANT_TYPES]
-COMPANIONS = "|".join((*STATES, r"weight\.(?:nested_)?(?:absmax|quant_map)"))
+# A layer's tensor in safetensors files by which its format is detected.
+QUANT_STATES = {quant_type: f"weight.quant_state.bitsandbytes__{quant_type}" for quant_type in ("fp4", "nf4")}
+# Its other tensors.
+COMPANIONS = "|".join((*QUANT_STATES.values(), r"weight\.(?:nested_)?(?:absmax|quant_map)"))
 
 
 class FourBit(Storage):
     """Two weights in each uint8, and the scales of their blocks.
 
-    With double quantization the scales are in 8 bits, and three more parts follow: their offset, their own scales, and
-    the values of the 8-bit codes.
+    Double quantization, which files of other programs may have, stores the scales in 8 bits: three more parts follow,
+    their offset, their own scales, and the values of the 8-bit codes.
 
     Args:
         quant_type: `fp4` or `nf4`.
@@ -45,7 +44,7 @@ class FourBit(Storage):
         return kernel(packed, absmax.float(), self.blocksize, self.quant_type, shape, self.dtype).to(dtype)
 
 
-STORAGES |= {quant_type: partial(FourBit, quant_type) for quant_type in QUANT_TYPES}
+STORAGES |= {quant_type: partial(FourBit, quant_type) for quant_type in QUANT_STATES}
 
 
 class FourBitLinear(QuantizedLinear):
@@ -93,7 +92,7 @@ class FourBitLinear(QuantizedLinear):
                 destination[f"{prefix}weight.{name}"] = value
 
 
-def quantize_four_bit(linear: nn.Linear, quant_type: str, double_quant: bool) -> FourBitLinear:
+def quantize_four_bit(quant_type: str, linear: nn.Linear) -> FourBitLinear:
     """Quantize with the kernel for the weight's device, to the bits of `bitsandbytes.functional.quantize_4bit`."""
     weight, dtype = linear.weight.data, linear.weight.dtype
     states: list[bnb.functional.QuantState] = []
@@ -104,12 +103,8 @@ def quantize_four_bit(linear: nn.Linear, quant_type: str, double_quant: bool) ->
         return packed, state.absmax
 
     packed, absmax = in_pieces(quantize, weight.flatten())
-    settings = {name: getattr(states[0], name) for name in ("code", "blocksize", "quant_type")}
-    if double_quant:
-        offset = absmax.mean()
-        absmax, nested = bnb.functional.quantize_blockwise(absmax - offset, blocksize=256)
-        settings |= {"offset": offset, "state2": nested}
-    state = bnb.functional.QuantState(absmax=absmax, shape=weight.shape, dtype=dtype, **settings)
+    state = states[0]
+    state.absmax, state.shape, state.dtype = absmax, weight.shape, dtype
     return FourBitLinear(packed, state, linear.bias, dtype)
 
 
@@ -124,3 +119,11 @@ def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) ->
     except (KeyError, ValueError, AssertionError) as error:
         raise UserError(f"the quant state of {name} is damaged: {error}; download the file again") from error
     return FourBitLinear(weight, quant_state, parts.get("bias"), dtype)
+
+
+FP4, NF4 = (
+    QuantizationFormat(
+        4.5, partial(quantize_four_bit, quant_type), read_four_bit, ["U8"], COMPANIONS, [*QUANT_STATES.values()], sign
+    )
+    for quant_type, sign in QUANT_STATES.items()
+)

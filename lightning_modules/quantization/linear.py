@@ -7,8 +7,9 @@ it. bitsandbytes' own layers also keep their inputs.
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -161,15 +162,22 @@ def _storage(name: str) -> Storage:
 Read = Callable[[Mapping[str, Tensor], str, torch.dtype], QuantizedLinear | None]
 
 
-class Layout(NamedTuple):
-    """A format's layout in safetensors files."""
+@dataclass(frozen=True)
+class QuantizationFormat:
+    """A way to store the weights of linear layers: how they are quantized, and their layout in safetensors files."""
 
+    bits: float  # of a weight, with its share of a block's scales but not of a row's
+    quantize: Callable[[nn.Linear], QuantizedLinear]  # returns the quantized layer, on the same device
+    read: Read  # builds a layer
     dtypes: Collection[str]  # safetensors' dtype names of its weights
     companions: str  # pattern of the names of a layer's other tensors
     needs: Sequence[str]  # companions of which a layer must have one
-    read: Read  # builds a layer
     sign: str | None = None  # part of a tensor name that identifies the format; None where the weights' dtype does
     marker: str | None = None  # name of a tensor without which a file may contain weights only
+
+    @property
+    def is_four_bit(self) -> bool:
+        return self.bits < 5
 
     def detect(self, name: str, dtype: str) -> bool:
         """Return whether a tensor of this name and dtype identifies the format."""

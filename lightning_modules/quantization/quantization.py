@@ -1,6 +1,8 @@
 """The formats of quantized linear layers, and quantizing a frozen model one layer at a time."""
 
-from collections.abc import Callable, Collection
+import ctypes
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,52 +13,20 @@ from torch import nn
 from datamodules.errors import UserError
 from datamodules.files import reason
 from lightning_modules.execution.blocks import without_autocast
-from lightning_modules.execution.host_memory import return_freed_memory
-from lightning_modules.quantization import eight_bit, four_bit
-from lightning_modules.quantization.linear import SCALED, SCALES, Layout
+from lightning_modules.quantization.eight_bit import FP8, INT8
+from lightning_modules.quantization.four_bit import FP4, NF4
 
-# Bits of a weight in 4 bits with double quantization.
-DOUBLE_QUANT_BITS = 4.127
-# Quantizes a layer; the flag is double quantization.
-Quantize = Callable[[nn.Linear, bool], nn.Module]
+FORMATS = {"fp8": FP8, "fp4": FP4, "nf4": NF4, "int8": INT8}
 
 
-@dataclass(frozen=True)
-class QuantizationFormat:
-    """A way to store the weights of linear layers."""
+def return_freed_memory() -> None:
+    """Return freed memory to the system.
 
-    bits: float  # of a weight, with its share of a block's scales but not of a row's
-    quantize: Quantize  # returns the quantized layer, on the same device
-    layout: Layout  # in safetensors files
-
-    @property
-    def is_four_bit(self) -> bool:
-        return self.bits < 5
-
-
-def _four_bit(quant_type: str) -> QuantizationFormat:
-    sign = f"{four_bit.QUANT_STATE}{quant_type}"
-    return QuantizationFormat(
-        4.5,
-        lambda linear, double_quant: four_bit.quantize_four_bit(linear, quant_type, double_quant),
-        Layout(["U8"], four_bit.COMPANIONS, four_bit.STATES, four_bit.read_four_bit, sign),
-    )
-
-
-FORMATS: dict[str, QuantizationFormat] = {
-    "fp8": QuantizationFormat(
-        8,
-        lambda linear, _: eight_bit.quantize_fp8(linear),
-        Layout(eight_bit.FLOAT8, SCALED, SCALES, eight_bit.read_fp8, marker="scaled_fp8"),
-    ),
-    "fp4": _four_bit("fp4"),
-    "nf4": _four_bit("nf4"),
-    "int8": QuantizationFormat(
-        8,
-        lambda linear, _: eight_bit.quantize_int8(linear),
-        Layout(["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES), eight_bit.read_int8),
-    ),
-}
+    glibc keeps freed pieces below a threshold that rises to 32 MB. While a large model is quantized layer by layer they
+    would add up to its unquantized size.
+    """
+    with suppress(OSError, TypeError, AttributeError):  # other C libraries return memory by themselves
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def nbytes(module: nn.Module) -> int:
@@ -71,17 +41,10 @@ class Quantization:
     format: str  # a key of `FORMATS`
     modules_to_not_convert: Collection[str]  # full names of linear layers that are not quantized; * matches anything
     components_to_quantize: Collection[str]  # of the pipeline: `transformer`, text encoders
-    bnb_4bit_use_double_quant: bool  # quantize the scales of 4-bit blocks too: 4.1 bits a weight instead of 4.5
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise UserError(f"model.quantization.format={self.format}: choose {', '.join(FORMATS)}")
-
-    @property
-    def bits(self) -> float:
-        """Bits of a weight, with its share of a block's scales but not of a row's."""
-        row = FORMATS[self.format]
-        return DOUBLE_QUANT_BITS if self.bnb_4bit_use_double_quant and row.is_four_bit else row.bits
 
     def settings(self) -> dict[str, Any]:
         """Return everything that the quantized weights depend on."""
@@ -105,7 +68,7 @@ class Quantization:
         device = linear.weight.device
         try:
             with without_autocast(device):  # which cannot concatenate float8
-                return FORMATS[self.format].quantize(linear.requires_grad_(False), self.bnb_4bit_use_double_quant)
+                return FORMATS[self.format].quantize(linear.requires_grad_(False))
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
             raise UserError(
                 f"model.quantization: {self.format} does not run on {device} here: {reason(error)}"
@@ -142,4 +105,4 @@ class Quantization:
         """
         quantized = sum(m.weight.numel() for name, m in model.named_modules() if self.converts(name, m))
         others = sum(parameter.numel() for parameter in model.parameters()) - quantized
-        return round(quantized * self.bits / 8) + others * dtype.itemsize
+        return round(quantized * FORMATS[self.format].bits / 8) + others * dtype.itemsize

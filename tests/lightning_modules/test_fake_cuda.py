@@ -33,15 +33,10 @@ QUANTIZATIONS = {
     "fp8": [FP8],
     "fp4": [FP4],
     "nf4": [FP4, "model.quantization.format=nf4"],
-    "nf4_double": [FP4, "model.quantization.format=nf4", "model.quantization.bnb_4bit_use_double_quant=true"],
     "int8": [FP8, "model.quantization.format=int8"],
 }
 # What must have been seen to compute, within operators of ours.
-KERNELS = {
-    "fp8": "aten::_scaled_mm",
-    "nf4": "bitsandbytes::dequantize_4bit",
-    "nf4_double": "bitsandbytes::dequantize_blockwise",
-}
+KERNELS = {"fp8": "aten::_scaled_mm", "nf4": "bitsandbytes::dequantize_4bit"}
 # The offloading of a step, and its checkpointing policy.
 PLAIN = {"none": "none"}
 ACTIVATIONS = {"activations": "selective"}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_modules.adapters import rank_schedule
-from lightning_modules.execution import host_memory
+from lightning_modules.execution import offload
 from lightning_modules.pretrained import transformer
 from lightning_modules.pretrained.weights import assemble
 from lightning_modules.quantization import eight_bit, linear
@@ -230,7 +230,6 @@ def load_model(cls, repository, subfolder, revision, dtype, device):
 def fake_cuda():
     """A `FakeCuda` of compute capability 9.0, beside which there is nothing that is CUDA's own."""
     cuda, stream = FakeCuda(), mock.Mock()
-    double_quant = {"dynamic": bnb.functional.create_dynamic_map()}
     replaced = [
         (F, "scaled_dot_product_attention", cuda.attend),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
@@ -241,12 +240,11 @@ def fake_cuda():
         (torch.cuda, "stream", lambda _: nullcontext()),
         (Tensor, "record_stream", lambda *_: None),
         (Tensor, "pin_memory", lambda tensor: cuda.pin(tensor.clone())),
-        (host_memory, "_register", lambda memory, device: cuda.pin(memory)),
-        (host_memory, "_unpin", lambda *_: None),
+        (offload, "_register", lambda memory, device: cuda.pin(memory)),
+        (offload, "_unpin", lambda *_: None),
         (linear, "FUSES", ()),
         (transformer, "load_model", load_model),
         (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
-        (bnb.functional, "name2qmap", double_quant),
         (torch.utils, "swap_tensors", swap_tensors),
     ]
     with ExitStack() as stack:

@@ -12,9 +12,9 @@ MODEL = ["model=flux_kontext_fp8", *FLUX["settings"]]
 CPU = torch.device("cpu")
 
 
-def quantization(format, skip=(), double_quant=False):
+def quantization(format, skip=()):
     """Return the settings that quantize a transformer."""
-    return Quantization(format, skip, ["transformer"], double_quant)
+    return Quantization(format, skip, ["transformer"])
 
 
 def load(folder, class_name="FluxTransformer2DModel", dtype=torch.bfloat16, quantization=None):

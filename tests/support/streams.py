@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_modules.execution import offload
-from lightning_modules.execution.host_memory import HostMemory, SideStream
+from lightning_modules.execution.offload import HostMemory, SideStream
 
 COPY = torch.ops.aten.copy_.default
 # They are slow, and nobody reads them here.

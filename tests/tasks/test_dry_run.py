@@ -12,7 +12,7 @@ from lightning_modules import flow
 from lightning_modules.estimation.memory import PeakMemory, bytes_per_parameter
 from lightning_modules.execution.checkpointing import set_checkpointing
 from tasks import models
-from tasks.footprint import measure
+from tasks.dry_run import measure
 from tasks.models import without_network
 from tests.support.combinations import first
 from tests.support.commands import ROOT, compose, short

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
-from lightning_modules.execution.host_memory import all_weights
-from lightning_modules.execution.offload import ActivationOffload
+from lightning_modules.execution.offload import ActivationOffload, all_weights
 from tests.support.steps import assert_same, made, step
 
 CPU = torch.device("cpu")

@@ -6,14 +6,13 @@ from hydra.utils import instantiate
 from torch.nn import Linear
 
 from datamodules.errors import UserError
-from lightning_modules.execution import host_memory
+from lightning_modules.execution import offload
 from lightning_modules.execution.blocks import blocks
-from lightning_modules.execution.host_memory import HostMemory
-from lightning_modules.execution.offload import streamed_blocks, streamed_linears
-from lightning_modules.pretrained.components import Components
+from lightning_modules.execution.offload import HostMemory, streamed_blocks, streamed_linears
+from lightning_modules.pretrained.repository import Components
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import StageTimer
-from tasks.footprint import offloaded_bytes
+from tasks.dry_run import offloaded_bytes
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.steps import assert_same, made, step
@@ -82,9 +81,9 @@ def test_failed_pinning_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
         if left:
             raise RuntimeError(left.pop())
 
-    monkeypatch.setattr(host_memory, "_register", register)
-    monkeypatch.setattr(host_memory, "_launch_kernel", launch_kernel)
-    monkeypatch.setattr(host_memory, "_unpin", lambda memory, device: unpinned.append(len(memory)))
+    monkeypatch.setattr(offload, "_register", register)
+    monkeypatch.setattr(offload, "_launch_kernel", launch_kernel)
+    monkeypatch.setattr(offload, "_unpin", lambda memory, device: unpinned.append(len(memory)))
     device = torch.device("cuda", 0)
     for size in (512, 513, 700, 256):
         HostMemory([torch.empty(size, dtype=torch.uint8)]).pin(device)
@@ -102,7 +101,7 @@ class Elsewhere(str):
 
 @pytest.mark.parametrize("format", [None, "int8", "nf4"])
 def test_components_compute_the_same_before_and_after_they_rest(tiny, format):
-    settings = None if format is None else Quantization(format, ["*.wo"], ["text_encoder_2"], format == "nf4")
+    settings = None if format is None else Quantization(format, ["*.wo"], ["text_encoder_2"])
     places = {"vae": None, "text_encoder": None}
     parts = Components(str(tiny), None, torch.float32, places, lambda: Elsewhere("cpu"), StageTimer(), settings)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.cuda._sanitizer import CUDASanitizerErrors
 
-from lightning_modules.execution.host_memory import SideStream
+from lightning_modules.execution.offload import SideStream
 from tests.support.combinations import first
 from tests.support.steps import assert_same, made, step
 from tests.support.streams import Streams
