@@ -1,15 +1,13 @@
 """Model cards alongside the weights of a run."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import lightning.pytorch as L
-from omegaconf import OmegaConf
 
 from callbacks import find_callback
-from callbacks.lora_checkpoint import LoRACheckpoint
+from callbacks.progress import training_facts
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.files import replacing
@@ -23,8 +21,8 @@ from lightning_modules.timing import NOT_TRAINING
 from report.commands import Names, commands
 from report.images import LARGEST, Strip, read_strip, sample_files, save_png, scaled, write_grid
 from report.origin import Origin
-from report.quoting import block, code, one_line, plain, shareable
-from report.tables import metric_names, read_validation
+from report.quoting import block, code, one_line, plain, without_secrets
+from report.tables import changes, read_validation
 from runs.run_folder import RunFolder, best_effort
 
 README = "README.md"
@@ -47,78 +45,48 @@ COMFYUI_NOTES = {
 
 
 class ModelCard(L.Callback):
-    """Write README.md, with images, to each folder of weights that has none or an older one; at the end to all.
+    """Write README.md, with images, to the folders `last` and `best` when training ends.
 
     Args:
         repository: destination of the upload, None without one.
+        trigger_word: of the captions, None without one.
     """
 
-    def __init__(self, output_dir: str, model_name: str, repository: str | None) -> None:
+    def __init__(self, output_dir: str, model_name: str, repository: str | None, trigger_word: str | None) -> None:
         self.run = RunFolder(output_dir)
         self.model_name = model_name
         self.repository = repository
-        self._origin: Origin | None = None
-        self._seen: tuple[int, int] | None = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
-        if trainer.is_global_zero:
-            self._origin = Origin.of(pl_module.base, self.model_name)
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        keeper, sampler = find_callback(trainer, LoRACheckpoint), find_callback(trainer, SampleImages)
-        seen = -1 if keeper is None else keeper.saved_step, -1 if sampler is None else sampler.sampled_step
-        if seen != self._seen:
-            self._seen = seen
-            self._write(trainer, pl_module)
+        self.trigger_word = one_line(trigger_word or "")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer, pl_module, again=("last", "best"))
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._write(trainer, pl_module)
-
-    def _write(self, trainer: L.Trainer, module: L.LightningModule, again: tuple[str, ...] = ()) -> None:
-        assert isinstance(module, EditModule)
-        if self._origin is None or module.transformer is None:  # another process, or a run that did not start
-            return
-        with module.base.timer.stage(NOT_TRAINING), best_effort(README):
-            for folder, step in self._weights(trainer, module).items():
-                with best_effort(f"{README} in {folder}"):
-                    if is_outdated(folder) or (folder.name in again and (folder / README).is_file()):
-                        self._write_card(trainer, module, folder, step)
-
-    def _weights(self, trainer: L.Trainer, module: EditModule) -> dict[Path, int]:
-        """Return the folders of weights that images are sampled with, and the step of each."""
-        assert module.adapter is not None
-        found = {folder: step for step, folder in self.run.saved_steps(module.adapter.folder).items()}
-        keeper, validation = find_callback(trainer, LoRACheckpoint), find_callback(trainer, Validation)
-        if keeper is not None:
-            found[self.run.weights(module.adapter.folder, "last")] = keeper.saved_step
+        assert isinstance(pl_module, EditModule)
+        assert pl_module.adapter is not None
+        validation, steps = find_callback(trainer, Validation), {"last": trainer.global_step}
         if validation is not None and (row := validation.best()) is not None:
-            found[self.run.weights(module.adapter.folder, "best")] = int(row["step"])
-        return found
+            steps["best"] = int(row["step"])
+        for name, step in steps.items() if trainer.is_global_zero else ():
+            folder = self.run.weights(pl_module.adapter.folder, name)
+            if folder.is_dir():
+                with pl_module.base.timer.stage(NOT_TRAINING), best_effort(f"{README} in {folder}"):
+                    self._write_card(trainer, pl_module, folder, step)
 
     def _write_card(self, trainer: L.Trainer, module: EditModule, folder: Path, step: int) -> None:
-        """Write the images and then the text, so that a card with a text is complete."""
-        data, path = PairsDataModule.of(trainer), folder / README
+        data, origin = PairsDataModule.of(trainer), Origin.of(module.base, self.model_name)
         sampler, validation = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         assert module.adapter is not None
-        assert self._origin is not None
         is_lora = bool(module.adapter.loading_code("", module.pipeline_name))
         seed = None if sampler is None else sampler.seed
-        config = OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
         shown: int = 0
         strips: list[Strip] = []
-        with best_effort(f"images in {path}"):
+        with best_effort(f"images in {folder / README}"):
             shown, strips = self._write_images(folder, step)
+        measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
+        settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
         edits, captions = module.condition_images.most != 0, data.captions().most_common()
         caption = one_line(captions[0][0]) if captions else ""
-        trigger_word = one_line(str(OmegaConf.select(config, "data.trigger_word") or ""))
-        template = TEMPLATES.get_template("model_card.md")
-        text = template.render(
-            **self._use(module, self._origin, folder, strips, seed),
-            metadata=_metadata(module, self._origin, trigger_word or caption, strips, is_lora),
+        text = TEMPLATES.get_template("model_card.md").render(
+            **self._use(module, origin, folder, strips, seed),
+            metadata=_metadata(module, origin, self.trigger_word or caption, strips, is_lora),
             title=self.repository.rpartition("/")[2] if self.repository else self.run.path.absolute().name,
             adapter=str(module.adapter),
             edits=edits,
@@ -127,19 +95,20 @@ class ModelCard(L.Callback):
             best=folder.name == "best",
             caption=caption,
             captions=len(captions),
-            trigger_word=trigger_word,
+            trigger_word=self.trigger_word,
             grid=GRID if strips else "",
             columns=f"{'Control, before' if strips and strips[0].controls else 'Before'}, after and target",
             shown_step=shown,
             held_out=data.validation is not None,
-            metrics=self._metrics(step),
+            measured_steps=[int(row["step"]) for row in (*measured[:1], *measured[-1:])],
+            changes=changes(measured),
             best_lines=[] if validation is None else validation.best_lines(module.adapter.folder),
-            settings=_settings(module, config, step, trainer.world_size),
-            origin=self._origin,
+            settings={name: plain(without_secrets(value)) for name, value in settings.items()},
+            origin=origin,
             comfyui=_in_comfyui(module, folder) if is_lora and module.base.name != EMBEDDED else None,
             comfyui_note=COMFYUI_NOTES.get(module.pipeline_name, ""),
         )
-        with replacing(path) as temporary:
+        with replacing(folder / README) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
     def _write_images(self, folder: Path, step: int) -> tuple[int, list[Strip]]:
@@ -153,22 +122,6 @@ class ModelCard(L.Callback):
             result = scaled(strip.result, min(1.0, LARGEST / max(strip.result.size)))
             save_png(result, folder / f"sample-{index}.png")
         return max(samples), [strip._replace(prompt=one_line(strip.prompt)) for strip in strips]
-
-    def _metrics(self, step: int) -> list[list[str]]:
-        """Return the table of validation: each metric at the first and at this step, and of doing nothing."""
-        rows = [row for row in read_validation(self.run.validation) if row["step"] <= step]
-        if not rows:
-            return []
-        first, now = rows[0], rows[-1]
-
-        def shown(row: Mapping[str, float], name: str) -> str:
-            return f"{row[name]:.4g}" if name in row else ""
-
-        table = [["", f"step {int(first['step'])}", f"step {int(now['step'])}", "doing nothing"]]
-        table.append(["validation loss", shown(first, "val_loss"), shown(now, "val_loss"), ""])
-        for name in metric_names(now):
-            table.append([name, shown(first, name), shown(now, name), shown(now, f"{name}_nothing")])
-        return table if any(row[-1] for row in table[1:]) else [row[:-1] for row in table]
 
     def _use(
         self, module: EditModule, origin: Origin, folder: Path, strips: list[Strip], seed: int | None
@@ -221,34 +174,6 @@ def _metadata(module: EditModule, origin: Origin, prompt: str, strips: list[Stri
     ).to_yaml()
 
 
-def _settings(module: EditModule, config: Any, step: int, processes: int) -> list[tuple[str, Any]]:
-    """Return names and values of the settings of the training."""
-    assert module.adapter is not None
-
-    def setting(key: str) -> Any:
-        return shareable(OmegaConf.select(config, key))
-
-    adapter, ema = module.adapter.metadata(), module.optimization.ema
-    batch = (setting("data.batch_size") or 1) * (setting("trainer.accumulate_grad_batches") or 1) * processes
-    dtype, precision = str(module.base.dtype).removeprefix("torch."), module.base.source.precision
-    rows = {
-        "optimizer steps": step,
-        "optimizer": str(setting("optimizer._target_") or "").rpartition(".")[2] or None,
-        "learning rate": setting("optimizer.lr"),
-        "schedule": module.optimization.schedule,
-        "objective": (module.objective and module.objective.chosen) or None,
-        "half-life of the EMA in samples": None if ema is None or ema.sample_with == "raw" else ema.half_life,
-        "samples a step": None if setting("data.max_tokens_per_batch") else batch,
-        "rank": adapter.get("rank"),
-        "alpha": adapter.get("alpha"),
-        "resolution": setting("data.resolution") or module.geometry.resolution,
-        "precision of the base": dtype if precision == dtype else f"{dtype}, its linear layers {precision}",
-        "training adapter": setting("model.training_adapter"),
-        "seed": setting("seed"),
-    }
-    return [(name, value) for name, value in rows.items() if value is not None]
-
-
 def _in_comfyui(module: EditModule, folder: Path) -> Reader:
     """Return whether and how ComfyUI reads the file."""
     [path] = folder.glob("*.safetensors")
@@ -256,11 +181,3 @@ def _in_comfyui(module: EditModule, folder: Path) -> Reader:
     layers = [layer for one in file.match(names, module.base.name).values() for layer in one.layers]
     found = readers("diffusers", names, layers, module.pipeline_name, common_kind(file.empty.values()))
     return next(one for one in found if one.program == "ComfyUI")
-
-
-def is_outdated(folder: Path) -> bool:
-    """Return whether a folder with weights has no card, or one that is older than they are."""
-    files = [path for path in folder.rglob("[!.]*") if path.is_file()]
-    weights = [path.stat().st_mtime_ns for path in files if path.name != README and path.suffix != ".png"]
-    card = folder / README
-    return bool(weights) and (not card.is_file() or card.stat().st_mtime_ns < max(weights))

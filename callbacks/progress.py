@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -67,21 +66,37 @@ def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[i
     }
 
 
-class TrainingProgress(ProgressBar):
+def training_facts(trainer: L.Trainer, module: EditModule) -> dict[str, str]:
+    """Return rows about the training of a run, for the summary and for model cards."""
+    assert module.transformer is not None
+    assert module.adapter is not None
+    data, assistant, ema = PairsDataModule.of(trainer), module.execution.training_adapter, module.optimization.ema
+    counts = data.size_counts().most_common()
+    sizes = [f"{n} of {width}x{height}" for (width, height), n in counts[:4]]
+    windows = trainer.accumulate_grad_batches * trainer.world_size
+    budget = data.max_tokens_per_batch
+    batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
+    epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
+    rows = {
+        "trains": module.adapter.describe(module.trained.parameters()),
+        "sizes": ", ".join(sizes) + (f" and {len(counts) - 4} more" if len(counts) > 4 else ""),
+        "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
+        **learning(module, module.transformer, [size for size, _ in counts[:1]]),
+    }
+    if assistant is not None:
+        rows["trains"] += f", with model.training_adapter={assistant.name} in training only"
+    if ema is not None and ema.sample_with == "ema":
+        rows["learns by"] += f", averaged with a half-life of {ema.half_life:g} samples"
+    return rows
+
+
+class TrainingProgress(L.Callback):
     """A summary before step 1, then loss, speed and time left: a bar in a terminal, elsewhere a line now and then."""
 
     def __init__(self, output_dir: str) -> None:
-        super().__init__()
         self.run = RunFolder(output_dir)
         self.console = Console(stderr=True)
-        self.enabled = True
         self._bar: Progress | None = None
-
-    def disable(self) -> None:
-        self.enabled = False
-
-    def enable(self) -> None:
-        self.enabled = True
 
     def begin(self, done: int, total: int) -> None:
         """Start counting at `done` of `total`."""
@@ -141,51 +156,32 @@ class TrainingProgress(ProgressBar):
             self._bar = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         self._metrics = find_callback(trainer, Metrics)
         if self._metrics is None:
             raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
         self._step = trainer.global_step
-        if not self.enabled:
+        if not trainer.is_global_zero:
             return
         assert isinstance(pl_module, EditModule)
         data = PairsDataModule.of(trainer)
-        self.console.print(panel("Retouch", self._summary(trainer, pl_module), data.notes))
-        self.begin(self._step, trainer.max_steps)
-        pl_module.base.timer.listeners.append(self.show_work)
-
-    def _summary(self, trainer: L.Trainer, module: EditModule) -> dict[str, str]:
-        assert module.transformer is not None
-        assert module.adapter is not None
-        data = PairsDataModule.of(trainer)
-        sizes = [f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(4)]
-        more = len(data.size_counts()) - len(sizes)
-        windows = trainer.accumulate_grad_batches * trainer.world_size
-        budget = data.max_tokens_per_batch
-        batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
-        epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
         rows = {
-            "model": f"{module.base.name} ({module.base.source.precision}) on {module.base.device}",
-            "trains": module.adapter.describe(module.trained.parameters()),
+            "model": f"{pl_module.base.name} ({pl_module.base.source.precision}) on {pl_module.base.device}",
             "on": data.describe(),
-            "sizes": ", ".join(sizes) + (f" and {more} more" if more > 0 else ""),
-            "steps": f"{trainer.max_steps:,}, {batch}: {epochs:,.1f} epochs",
+            **training_facts(trainer, pl_module),
             "results": str(self.run),
-            **learning(module, module.transformer, [size for size, _ in data.size_counts().most_common(1)]),
         }
         if find_callback(trainer, Report) is not None:
             rows["report"] = f"{self.run.report}, kept up to date"
-        assistant = module.execution.training_adapter
-        if assistant is not None:
-            rows["trains"] += f", with model.training_adapter={assistant.name} in training only"
         if self._step:
             rows["resumed"] = f"after step {self._step}"
-        return rows
+        self.console.print(panel("Retouch", rows, data.notes))
+        self.begin(self._step, trainer.max_steps)
+        pl_module.base.timer.listeners.append(self.show_work)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self._step or not self.enabled:
+        if trainer.global_step == self._step or not trainer.is_global_zero:
             return
         self._step = trainer.global_step
         assert self._metrics is not None

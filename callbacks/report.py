@@ -29,15 +29,11 @@ class Report(L.Callback):
     """Write report.html at the start, every few seconds, and at the end.
 
     Its content is read from files of the run, so that writing it does not wait for the GPU.
-
-    Args:
-        preview_count: number of samples of the data on the page.
     """
 
-    def __init__(self, output_dir: str, model_name: str, preview_count: int) -> None:
+    def __init__(self, output_dir: str, model_name: str) -> None:
         self.run = RunFolder(output_dir)
         self.model_name = model_name
-        self.preview_count = preview_count
         self._data: dict[str, Any] = {}
         self._started = False
         self._sample: Strip | None = None  # the first of the last step
@@ -109,7 +105,7 @@ class Report(L.Callback):
         rows, data = self._rows(samples), PairsDataModule.of(trainer)
         if not self._data:
             with best_effort("part of the report on the data"):
-                self._data = describe_data(data, self.preview_count)
+                self._data = _describe(data)
         settings = OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         names = Names.of_run(module, self.run, self.model_name)
@@ -146,12 +142,12 @@ def _shown(strip: Strip) -> dict[str, Any]:
     }
 
 
-def describe_data(data: PairsDataModule, count: int) -> dict[str, Any]:
+def _describe(data: PairsDataModule) -> dict[str, Any]:
     """Return the page's part on the data: its size, and its first samples."""
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
     thumbs = [
         {"pictures": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": raw.prompts[0]}
-        for raw in data.pixels(count)
+        for raw in data.pixels(data.preview_count)
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]
     return {"data_lines": lines, "thumbs": thumbs}

@@ -24,7 +24,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.image_metrics import EditMetrics
-from report.tables import ENDS, read_validation
+from report.tables import ENDS, changes, read_validation
 from runs.run_folder import RunFolder
 from runs.shares import of_all, of_first, share
 
@@ -194,11 +194,10 @@ class Validation(L.Callback):
 
     def summary(self) -> str:
         """Return the figures before and after training in one line."""
-        first, last = self.rows[0], self.rows[-1]
-        parts = [f"validation loss {first['val_loss']:.4f} -> {last['val_loss']:.4f}"]
-        for name in [name for name in self.metrics if name in first and name in last]:
-            nothing = f" (doing nothing {last[f'{name}_nothing']:.4g})" if f"{name}_nothing" in last else ""
-            parts.append(f"{name} {first[name]:.4g} -> {last[name]:.4g}{nothing}")
+        parts = []
+        for name, before, now, nothing in changes(self.rows):
+            more = "" if nothing is None else f" (doing nothing {nothing:.4g})"
+            parts.append(f"{name} {before:.4g} -> {now:.4g}{more}")
         return "  ".join(parts)
 
     def _judged(self) -> list[dict[str, float]]:

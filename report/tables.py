@@ -43,15 +43,30 @@ def metric_names(row: Mapping[str, float]) -> list[str]:
     ]
 
 
+class Change(NamedTuple):
+    """A figure before and after training; `nothing` is its value for images that copy their input."""
+
+    name: str
+    before: float
+    now: float
+    nothing: float | None
+
+
+def changes(validation: Sequence[Mapping[str, float]]) -> list[Change]:
+    """Return the validation loss and each metric in the first and in the last row of validation.csv."""
+    if not validation:
+        return []
+    first, now = validation[0], validation[-1]
+    names = {"val_loss": "validation loss", **{name: name for name in metric_names(now) if name in first}}
+    return [Change(shown, first[name], now[name], now.get(f"{name}_nothing")) for name, shown in names.items()]
+
+
 def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     """Return names and values of the numbers at the top of the page."""
     numbers = []
-    if validation:
-        first, now = validation[0], validation[-1]
-        for name in [name for name in metric_names(now) if name in first]:
-            nothing = f", doing nothing {now[f'{name}_nothing']:.3g}" if f"{name}_nothing" in now else ""
-            numbers.append((f"{name} (before {first[name]:.3g}{nothing})", f"{now[name]:.3g}"))
-        numbers.append((f"validation loss (before {first['val_loss']:.3g})", f"{now['val_loss']:.3g}"))
+    for name, before, now, nothing in changes(validation):
+        more = "" if nothing is None else f", doing nothing {nothing:.3g}"
+        numbers.append((f"{name} (before {before:.3g}{more})", f"{now:.3g}"))
     if metrics:
         speed = statistics.median(float(row["samples_per_second"]) for row in metrics)
         numbers.append(("samples a second", f"{speed:.3g}"))

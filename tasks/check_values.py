@@ -89,7 +89,7 @@ _SETTINGS: dict[Number, str] = {
         model.optimization.max_nonfinite_steps model.sampling.num_inference_steps
         data.batch_size data.preview_count data.crop_count data.source.count keep_checkpoints
         callbacks.validation.patience
-        callbacks.lora_checkpoint.keep_checkpoints callbacks.report.preview_count
+        callbacks.lora_checkpoint.keep_checkpoints
         adapter.rank objective.preserve.every scheduler.num_training_steps
         num_images_per_prompt num_inference_steps batch_size captioner.max_new_tokens captioner.batch_size
         model.recipe.rank model.recipe.max_steps model.recipe.accumulate_grad_batches model.recipe.batch_size

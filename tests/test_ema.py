@@ -144,8 +144,8 @@ def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, t
     assert best not in saved(ema) or lora_bytes(ema, "best") == lora_bytes(ema, best)
     assert saved(raw) == ["best", "last", "last-ema", *(f"step-00000{n}{end}" for n in (2, 3) for end in ("", "-ema"))]
     cards = {path.parent.name: path.read_text() for path in ema.glob("lora/*/README.md")}
-    assert cards.keys() == {"best", "last", "step-000002", "step-000003"}
-    assert "half-life of the EMA in samples | 9" in cards["last"]
+    assert cards.keys() == {"best", "last"}
+    assert "averaged with a half-life of 9 samples" in cards["last"]
     assert "half-life" not in (raw / "lora/last/README.md").read_text()
 
 

@@ -95,9 +95,6 @@ def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path, mo
     for name, value in {"objective": "slider", "learns by": "AdamW, lr 0.0001, schedule constant"}.items():
         assert re.search(rf"{name} +{value} ", text)
     assert "slider, AdamW, lr 0.0001, schedule constant, step 2 of 2" in (tmp_path / "run/report.html").read_text()
-    card = (tmp_path / "run/lora/last/README.md").read_text()
-    assert "| objective | slider |" in card
-    assert "| schedule | constant |" in card
 
 
 def test_the_summary_names_layers_and_timesteps(run, tiny, pairs, tmp_path, monkeypatch):
