@@ -48,12 +48,11 @@ def job(cfg: DictConfig) -> float | None:
             check_keys(cfg, "train")
             check_ranges(cfg, "train")
             check_shards(cfg)
-            if cfg.task != "fit":
-                return get_method(task)(cfg, output_dir)
             with contextlib.ExitStack() as around:
-                around.enter_context(in_use(output_dir))
-                around.enter_context(queued_again(cfg.resume))
-                if url is not None:
+                if cfg.task == "fit":
+                    around.enter_context(in_use(output_dir))
+                    around.enter_context(queued_again(cfg.resume))
+                if cfg.task == "fit" and url is not None:
                     from tasks.mirror import mirrored  # imports PyTorch
 
                     around.enter_context(mirrored(url, output_dir, resumes))

@@ -50,9 +50,8 @@ def flat_settings(settings: Mapping[Any, Any], start: str = "") -> dict[str, Any
     """Return nested settings by their keys with dots."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= (
-            flat_settings(value, f"{start}{key}.") if isinstance(value, dict) and value else {f"{start}{key}": value}
-        )
+        nested = isinstance(value, dict) and value
+        found |= flat_settings(value, f"{start}{key}.") if nested else {f"{start}{key}": value}
     return found
 
 

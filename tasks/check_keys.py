@@ -138,14 +138,9 @@ class Declared:
         Args:
             of_class: whether it may be an argument of a class that conf/ leaves out.
         """
-        near, other = self.nearest(key), OTHER[self.script]
-        is_close = near is not None and _unlikeness(key, near) <= 1
-        if declared(other).knows(key) and not is_close:
-            raise UserError(
-                f"{key}{value}: {self.script}.py has no such setting, it is one of {other}.py. Leave it out."
-            )
+        near = self.nearest(key)
         hints = [f"Did you mean {near}?"] if near is not None else []
-        if of_class and not is_close:
+        if of_class and (near is None or _unlikeness(key, near) > 1):
             hints.append(f"An argument that conf/ leaves out needs a +: +{key}{value}.")
         listed = f"`python {self.script}.py --help` names those that people change most, --cfg job all of them."
         raise UserError(f"{key}{value}: there is no such setting. {' '.join(hints) or listed}")

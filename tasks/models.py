@@ -1,6 +1,5 @@
 """The model of LoRA files, found by name, header or layers, and built without network and weights."""
 
-import copy
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,24 +71,14 @@ def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
             yield known
 
 
-def known_models() -> Iterator[KnownModel]:
-    """Yield every model of conf/model once, without a file's header."""
-    bases = set()
-    for name in _names():
-        variant: Any = OmegaConf.load(CONF / "model" / f"{name}.yaml")
-        if any("quantization" in str(default) for default in variant.get("defaults", ())):
-            continue  # of a model that has its own YAML
-        known = _known_by_name(name)
-        if known.base not in bases:
-            bases.add(known.base)
-            yield known._replace(settings=copy.deepcopy(known.settings))
-
-
 @cache
-def _known_by_name(name: str) -> KnownModel:
-    """Return a model with the base that its YAML names; composing takes longest."""
-    settings = hydra.compose("predict", overrides=[f"model={name}"]).model
-    return _known(name, settings)._replace(guessed=True)
+def known_models() -> list[KnownModel]:
+    """Return the models of conf/model with the bases that their YAMLs name, each base once."""
+    found: dict[str, KnownModel] = {}
+    for name in _names():
+        known = _known(name, hydra.compose("predict", overrides=[f"model={name}"]).model)
+        found.setdefault(known.base, known._replace(guessed=True))
+    return list(found.values())
 
 
 def _names() -> list[str]:

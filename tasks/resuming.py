@@ -131,8 +131,6 @@ def checkpoint_step(path: Path, remedy: str) -> int:
     import torch
 
     with reading(path, remedy):
-        if not zipfile.is_zipfile(path):
-            raise ValueError("its end is missing, or it is no checkpoint")
         with zipfile.ZipFile(path) as parts:
             if damaged := parts.testzip():
                 raise ValueError(f"checksum of {damaged}")
@@ -140,8 +138,6 @@ def checkpoint_step(path: Path, remedy: str) -> int:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:  # PyTorch's own message explains how to run its code all the same
             raise ValueError("it contains more than tensors and numbers, which is not run") from error
-        if not isinstance(checkpoint, dict):
-            raise ValueError("it is no checkpoint")
         for part in ("state_dict", "loops", "optimizer_states", "lr_schedulers"):
             checkpoint[part]
         return int(checkpoint["global_step"])

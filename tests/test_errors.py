@@ -68,10 +68,7 @@ def test_run_is_not_overwritten(run, gallery, copied, tiny, pairs, tmp_path):
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
     error = run("train", *short(tiny, pairs, tmp_path / "run", 2), "ckpt_path=last", ok=False).error
-    assert (
-        f"{last} is damaged (its end is missing, or it is no checkpoint); name another ckpt_path, or start from"
-        in error
-    )
+    assert f"{last} is damaged (File is not a zip file); name another ckpt_path, or start from" in error
     assert f"adapter.init_from={tmp_path / 'run' / 'lora' / 'last'}" in error
     last.unlink()
     for more in ([], ["ckpt_path=last"]):  # the weights were written, and the process killed
@@ -93,7 +90,7 @@ class Trap:
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda path: path.write_bytes(b""), "its end is missing, or it is no checkpoint"),
+        (lambda path: path.write_bytes(b""), "File is not a zip file"),
         (lambda path: zipfile.ZipFile(path, "w").close(), "is damaged ("),
         (lambda path: torch.save({"global_step": Trap(path.with_name("trap"))}, path), "which is not run"),
         (lambda path: torch.save({"to_q.lora_A.weight": torch.zeros(2)}, path), "is damaged ('state_dict')"),

@@ -90,7 +90,7 @@ def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(comp
         ("train", "--lr 1e-4", "--lr: there is no such option. Settings are written KEY=VALUE, without dashes"),
         ("predict", "prompt=segment the shapes", 'Quote the prompt: prompt="segment the shapes".'),
         ("predict", "+xyz=a.png", "xyz=a.png: there is no such setting. `python predict.py --help` names"),
-        ("predict", "optimizer.lr=1", "predict.py has no such setting, it is one of train.py. Leave it out."),
+        ("predict", "optimizer.lr=1", "optimizer.lr=1: there is no such setting."),
         ("train", "model=flux_kontext tlora", "tlora: it is not KEY=VALUE. Write GROUP=NAME or KEY=VALUE."),
         ("train", "model/quantisation=fp8", "Did you mean model/quantization?"),
         ("train", "adapter=null", "adapter=null: a choice is needed. Choose dora, full, loha"),
