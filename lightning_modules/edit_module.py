@@ -1,7 +1,7 @@
 """A frozen pipeline with a trainable adapter in its transformer: Lightning's hooks, nothing else."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -17,19 +17,18 @@ from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
-from lightning_modules.adapters.applied import AppliedLoRAs, TrainingAdapter
+from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.encoder import Encoder
 from lightning_modules.execution.blocks import ignored_by_ddp
-from lightning_modules.execution.checkpointing import read_policy
-from lightning_modules.family import Family, Sampling
-from lightning_modules.flow import FlowMatching, TimestepLaw, mix
+from lightning_modules.family import Family
+from lightning_modules.flow import FlowMatching, mix
 from lightning_modules.objectives.objective import Objective
 from lightning_modules.optimization import Optimization
 from lightning_modules.prepare import Denoiser, Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.sampling import Sampler
+from lightning_modules.settings import ModelSettings
 
 log = logging.getLogger("retouch")
 
@@ -41,14 +40,9 @@ class EditModule(L.LightningModule, Family):
     """The shared part of all model families.
 
     Args:
-        pretrained_model_name_or_path, transformer_name_or_path, revision, dtype, devices, quantization: of
-            `FrozenBase`.
-        offload, gradient_checkpointing, compile, attention_backend, training_adapter: of `Execution`.
-        timesteps, vae_encode_mode, seed: of `FlowMatching`.
-        resolution: of `Geometry`.
-        recipe: the model's defaults for other groups, which conf/ reads from here.
-        sampling, loras: of `Sampler`; loras in prediction only.
         adapter, objective, optimization: None in prediction.
+        loras: in prediction only.
+        settings: of `ModelSettings`.
 
     Attributes:
         base: the frozen pipeline. It is not a submodule: Lightning would move and save it.
@@ -59,44 +53,26 @@ class EditModule(L.LightningModule, Family):
     def __init__(
         self,
         *,
-        pretrained_model_name_or_path: str,
-        transformer_name_or_path: str | None,
-        revision: str | None,
-        resolution: int,
-        dtype: str,
-        devices: Mapping[str, str | None],
-        quantization: Quantization | None,
-        offload: Mapping[str, Any],
-        gradient_checkpointing: bool | str,
-        compile: bool,
-        attention_backend: str | None,
-        training_adapter: str | None,
-        timesteps: TimestepLaw,
-        vae_encode_mode: str,
-        seed: int,
-        recipe: Mapping[str, Any],
-        sampling: Sampling | None = None,
         adapter: Adapter | None = None,
         objective: Objective | None = None,
         optimization: Optimization | None = None,
         loras: AppliedLoRAs | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        names = pretrained_model_name_or_path, transformer_name_or_path
-        self.base = FrozenBase(type(self), *names, revision, dtype, devices, quantization, offload, self._main_device)
-        self.geometry = replace(self.geometry, resolution=resolution)
+        model = ModelSettings(**settings)
+        self.base = FrozenBase(type(self), model, self._main_device)
+        self.geometry = replace(self.geometry, resolution=model.resolution)
         self.transformer: Any = None
         self.text_encoders = nn.ModuleDict()
         self.adapter = adapter
-        in_training = None if adapter is None or training_adapter is None else TrainingAdapter(training_adapter)
-        computing = read_policy(gradient_checkpointing), compile, attention_backend, offload
-        self.execution = Execution(self, self.base, adapter, in_training, *computing)
+        self.execution = Execution(self, self.base, model, adapter)
         self.denoise = Denoiser(self, self.execution)
-        self.encoder = Encoder(self, self.base, vae_encode_mode)
-        self.flow = FlowMatching(timesteps, vae_encode_mode, seed)
+        self.encoder = Encoder(self, self.base, model.vae_encode_mode)
+        self.flow = FlowMatching(model.timesteps, model.vae_encode_mode, model.seed)
         self.objective = objective
         self._optimization = optimization
-        self.sampler = Sampler(self, self.base, self.encoder, loras or AppliedLoRAs([]), sampling)
+        self.sampler = Sampler(self, self.base, self.encoder, loras or AppliedLoRAs([]), model.sampling)
         # The checkpoint contains the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
 

@@ -26,40 +26,36 @@ from lightning_modules.execution.blocks import (
     set_attention_backend,
     trim_last_block,
 )
-from lightning_modules.execution.checkpointing import set_checkpointing
+from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights, streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.settings import ModelSettings
 
 
-@dataclass(eq=False)
 class Execution:
     """Execution of a base's transformer, in training and in prediction.
 
     Args:
-        trained_adapter: None in prediction.
-        training_adapter: another one, frozen, while it trains.
-        checkpointing: the part to compute again in the backward pass, to save memory: `none`, `selective`, `every_N`
-            (every N-th block), `full` or `auto`, which is `full` until `set_checkpointing`.
-        compile_blocks: whether blocks are compiled.
-        attention_backend: diffusers' name of an attention kernel; None for PyTorch's choice.
-        offload: to CPU memory: `blocks`, a number of the transformer's blocks; `activations`, whether those of a
-            training step.
+        adapter: the trained one; None in prediction.
 
     Attributes:
+        training_adapter: another one, frozen, while it trains.
         direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
     """
 
-    family: Family
-    base: FrozenBase
-    trained_adapter: Adapter | None
-    training_adapter: TrainingAdapter | None
-    checkpointing: str
-    compile_blocks: bool
-    attention_backend: str | None
-    offload: Mapping[str, Any]
-    direction: Gate | None = None
-    _activations: ActivationOffload | None = None
+    def __init__(self, family: Family, base: FrozenBase, settings: ModelSettings, adapter: Adapter | None) -> None:
+        self.family = family
+        self.base = base
+        self.trained_adapter = adapter
+        trains_with = None if adapter is None else settings.training_adapter
+        self.training_adapter = None if trains_with is None else TrainingAdapter(trains_with)
+        self.checkpointing = read_policy(settings.gradient_checkpointing)
+        self.compile_blocks = settings.compile
+        self.attention_backend = settings.attention_backend
+        self.offload = settings.offload
+        self.direction: Gate | None = None
+        self._activations: ActivationOffload | None = None
 
     @property
     def adapter(self) -> Adapter:

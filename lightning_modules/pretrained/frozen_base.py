@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_modules.pretrained.checks import check_component
 from lightning_modules.pretrained.repository import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
-from lightning_modules.quantization.quantization import Quantization
+from lightning_modules.settings import ModelSettings
 from lightning_modules.timing import LOADING, StageTimer
 
 log = logging.getLogger("retouch")
@@ -41,39 +41,20 @@ class FrozenBase:
 
     Args:
         family_class: the kind of pipeline that it must be.
-        pretrained_model_name_or_path: folder or hub id in diffusers' layout, or `embedded`.
-        transformer_name_or_path: repository of the transformer; None for the same repository.
-        revision: branch, tag or commit of pretrained_model_name_or_path on the hub.
-        dtype: of the frozen weights, `float32` or `bfloat16`.
-        devices: of `text_encoder` and `vae`; None for the transformer's.
-        quantization: of the components that it names; None for no quantization. A transformer that is quantized on disk
-            is loaded as it is.
-        offload: to host memory: `encoders`, whether the other components make room for a loaded transformer; `blocks`,
-            how many of its blocks.
         device: returns the transformer's device, which is known once the trainer is.
     """
 
-    def __init__(
-        self,
-        family_class: type[Family],
-        pretrained_model_name_or_path: str,
-        transformer_name_or_path: str | None,
-        revision: str | None,
-        dtype: str,
-        devices: Mapping[str, str | None],
-        quantization: Quantization | None,
-        offload: Mapping[str, Any],
-        device: Callable[[], torch.device],
-    ) -> None:
+    def __init__(self, family_class: type[Family], settings: ModelSettings, device: Callable[[], torch.device]) -> None:
         self.family_class = family_class
-        self.name = pretrained_model_name_or_path
-        self.transformer_name = transformer_name_or_path or pretrained_model_name_or_path
-        self.revision = revision
-        self.dtype = repository.resolve_dtype(dtype)
+        self.name = settings.pretrained_model_name_or_path
+        self.transformer_name = settings.transformer_name_or_path or self.name
+        self.revision = revision = settings.revision
+        self.dtype = repository.resolve_dtype(settings.dtype)
         self.timer = StageTimer()
-        self.offloads_encoders = bool(offload["encoders"])
+        self.offloads_encoders = bool(settings.offload["encoders"])
         self._device = device
         self._transformer_is_loaded = False
+        quantization = settings.quantization
         quantized = () if quantization is None else quantization.components_to_quantize
         self.source = TransformerSource(
             family_class.transformer_class,
@@ -81,9 +62,10 @@ class FrozenBase:
             revision if self.transformer_name == self.name else None,
             self.dtype,
             quantization if "transformer" in quantized else None,
-            offload["blocks"],
+            settings.offload["blocks"],
         )
-        placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices.items()}
+        devices = settings.devices.items()
+        placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices}
         self.components = Components(self.name, revision, self.dtype, placement, device, self.timer, quantization)
 
     @property
