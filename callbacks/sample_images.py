@@ -1,6 +1,7 @@
 """Sample images with fixed seeds during training."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from callbacks.image_writer import log_image
 from datamodules.batch import LatentBatch, RawBatch
-from datamodules.edits import EditRequest, Requests, own_edits
+from datamodules.edits import own_edits
 from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
@@ -149,7 +150,7 @@ class SampleImages(L.Callback):
         training, negative = PairsDataModule.of(trainer), self.negative_prompt
         data = training.validation or training
         count = min(self.count, data.sample_count)
-        own: Requests | list[EditRequest] = [] if self.edits is None else Requests(self.edits)
+        own = [] if self.edits is None else [partial(self.edits.request, edit) for edit in self.edits.edits]
 
         def encode(batch: RawBatch | LatentBatch) -> LatentBatch:
             if isinstance(batch, RawBatch):
@@ -176,6 +177,6 @@ class SampleImages(L.Callback):
             shown.append(Shown(controls, target, (width, height), encode(batch)))
         for number in range(count + len(own))[share(trainer, count + len(own))]:
             if number >= count:
-                request = own[number - count]
+                request = own[number - count]()
                 shown.append(Shown(request.raw.controls, None, request.size, encode(request.raw)))
         return shown

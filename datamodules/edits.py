@@ -5,9 +5,11 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader
 
 from datamodules.base import Model, PromptData, model_of
 from datamodules.batch import PromptRequest, RawBatch
@@ -50,6 +52,19 @@ class EditRequest:
     batch_size: int
 
 
+class Edit(NamedTuple):
+    """An image with prompts for it.
+
+    Attributes:
+        paths: of the image, and of its further control images or references.
+        keys: the beginning of the names of each prompt's results.
+    """
+
+    paths: tuple[Path, ...]
+    keys: list[str]
+    prompts: list[str]
+
+
 class EditsDataModule(PromptData):
     """Every image with every prompt.
 
@@ -68,8 +83,7 @@ class EditsDataModule(PromptData):
         setting: the name of `image` in messages.
 
     Attributes:
-        images: the images of each edit, control images included.
-        groups: for each request the index of its edit, the indices of its prompts, and these.
+        edits: one for each request.
     """
 
     def __init__(
@@ -88,16 +102,20 @@ class EditsDataModule(PromptData):
     ) -> None:
         super().__init__()
         self.setting = setting
-        self.images = find_images(image, setting) if image is not None else [()]
         shared = _read_prompts(prompt, prompts_file, required=image is None)
-        folders = set() if shared else {paths[0].parent for paths in self.images}
-        listings = {folder: Listing.of(folder) for folder in folders}
-        prompts = [shared or self._own_prompts(paths[0], listings[paths[0].parent]) for paths in self.images]
-        self.groups = [
-            (index, range(len(own))[start : start + batch_size], own[start : start + batch_size])
-            for index, own in enumerate(prompts)
-            for start in range(0, len(own), batch_size)
-        ]
+        listing_of = cache(Listing.of)
+        names: list[str] = []
+        self.edits: list[Edit] = []
+        for paths in find_images(image, setting) if image is not None else [()]:
+            # File names may hold any bytes, up to 255 of them; the settings of each result follow the stem.
+            stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
+            numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+            names.append(next(name for name in numbered if name not in names))
+            own = shared or self._own_prompts(paths[0], listing_of(paths[0].parent))
+            keys = [f"{names[-1]}_p{number:02d}" for number in range(len(own))]
+            for first in range(0, len(own), batch_size):
+                some = slice(first, first + batch_size)
+                self.edits.append(Edit(paths, keys[some], own[some]))
         self.negative_prompt = negative_prompt
         self.seeds = list(seeds)
         self.lora_scales = list(lora_scales)
@@ -107,7 +125,7 @@ class EditsDataModule(PromptData):
         self.batch_size = batch_size
         self.condition_images = ConditionImages()
         self.resolution = 0
-        for path in itertools.chain.from_iterable(self.images):
+        for path in dict.fromkeys(path for edit in self.edits for path in edit.paths):
             image_size(path)
             verify_image(path)
 
@@ -127,7 +145,7 @@ class EditsDataModule(PromptData):
         """Raise a UserError if the model takes fewer or more images than there are."""
         name, images = model.base.name, model.condition_images
         self.condition_images, self.resolution = images, model.geometry.resolution
-        for paths in self.images:
+        for paths, *_ in self.edits:
             if not paths and (images.least > 0 or (images.most != 0 and None in (self.height, self.width))):
                 hint = "" if images.least > 0 else "; to sample from the prompt only, give width= and height="
                 raise UserError(f"no {self.setting}= to edit, which {name} needs{hint}")
@@ -136,7 +154,7 @@ class EditsDataModule(PromptData):
             if images.most and len(paths) > images.most:
                 listed = listing([str(path) for path in paths])
                 raise UserError(f"{name} takes at most {images.limit}, but {listed} are {len(paths)}")
-        for path, *_ in filter(None, self.images) if images.sets_target and (self.width or self.height) else ():
+        for (path, *_), *_ in filter(None, self.edits) if images.sets_target and (self.width or self.height) else ():
             own = images.size(*image_size(path), self.max_area)
             width, height = self.width or own[0], self.height or own[1]
             if (width, height) != own and abs(width / height * own[1] / own[0] - 1) < SAME_PROPORTIONS:
@@ -148,60 +166,38 @@ class EditsDataModule(PromptData):
 
     def all_prompts(self) -> list[PromptRequest]:
         negative = [] if self.negative_prompt is None else [self.negative_prompt]
-        if not self.condition_images.text_sees_them:
-            all_texts = [*(prompt for *_, prompts in self.groups for prompt in prompts), *negative]
-            return [(prompt, ()) for prompt in dict.fromkeys(all_texts)]
-        mine = [self.groups[index] for index in self.share()]
-        wanted = [(prompt, self.images[image]) for image, _, prompts in mine for prompt in (*prompts, *negative)]
+        sees = self.condition_images.text_sees_them
+        mine = self.share() if sees else self.edits
+        wanted = [(prompt, edit.paths if sees else ()) for edit in mine for prompt in (*edit.prompts, *negative)]
         return list(dict.fromkeys(wanted))
 
-    def share(self) -> range:
-        """Return the indices of this process's requests."""
-        return range(self.run.global_rank, len(self.groups), self.run.world_size)
+    def share(self) -> list[Edit]:
+        """Return the edits of this process."""
+        return self.edits[self.run.global_rank :: self.run.world_size]
 
-    def predict_dataloader(self) -> DataLoader[EditRequest]:
+    def predict_dataloader(self) -> DataLoader[Edit]:
         """Return this process's requests, one per batch."""
         processes = self.run.world_size
-        if processes > len(self.groups):
-            raise UserError(f"{processes} processes for {len(self.groups)} images and prompts: use fewer devices")
-        mine = Subset(Requests(self), self.share())
-        return DataLoader(dataset=mine, batch_size=1, collate_fn=lambda items: items[0], num_workers=0)
+        if processes > len(self.edits):
+            raise UserError(f"{processes} processes for {len(self.edits)} images and prompts: use fewer devices")
+        return DataLoader(self.share(), collate_fn=lambda edits: self.request(*edits))  # type: ignore[arg-type]
 
-
-class Requests(Dataset[EditRequest]):
-    """The requests of an `EditsDataModule`, each with its images decoded."""
-
-    def __init__(self, data: EditsDataModule) -> None:
-        self.data = data
-        self.names: list[str] = []
-        for paths in data.images:
-            # File names may hold any bytes, up to 255 of them; the settings of each result follow the stem.
-            stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
-            numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-            self.names.append(next(name for name in numbered if name not in self.names))
-
-    def __len__(self) -> int:
-        return len(self.data.groups)
-
-    def __getitem__(self, index: int) -> EditRequest:
-        data = self.data
-        image, numbers, prompts = data.groups[index]
-        paths = data.images[image]
+    def request(self, edit: Edit) -> EditRequest:
+        """Return an edit with its images decoded."""
+        paths, keys, prompts = edit
         # By the size of the file, as of the result: the decoded image may already be reduced.
-        windows = [data.condition_images.window(*image_size(path), data.max_area) for path in paths]
-        controls, prompt_images = data.condition_images.load(paths, windows)
+        windows = [self.condition_images.window(*image_size(path), self.max_area) for path in paths]
+        controls, prompt_images = self.condition_images.load(paths, windows)
         # On another grid the control would be seen with a zoom.
-        own = windows[0].size if paths else (data.resolution, data.resolution)
+        own = windows[0].size if paths else (self.resolution, self.resolution)
         images = [printable(str(path)) for path in paths]
-        keys = [f"{self.names[image]}_p{number:02d}" for number in numbers]
-        raw = RawBatch(keys, [0] * len(prompts), prompts, None, controls, prompt_images=[prompt_images] * len(prompts))
         return EditRequest(
-            raw,
+            RawBatch(keys, [0] * len(keys), prompts, None, controls, prompt_images=[prompt_images] * len(keys)),
             images if len(images) > 1 else next(iter(images), None),
-            (data.width or own[0], data.height or own[1]),
-            data.seeds,
-            data.lora_scales,
-            data.batch_size,
+            (self.width or own[0], self.height or own[1]),
+            self.seeds,
+            self.lora_scales,
+            self.batch_size,
         )
 
 

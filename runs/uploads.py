@@ -3,7 +3,6 @@
 import logging
 import shlex
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from runs.signals import stop
 
 log = logging.getLogger("retouch")
 
-PAUSES = (2.0, 8.0, 30.0)  # seconds before each further attempt
-SILENCE = 120.0  # seconds without an answer after which an attempt has failed
-FINAL = (400, 401, 403, 404, 413, 422)  # statuses after which no attempt can succeed
+SILENCE = 120.0  # seconds without an answer after which a request has failed
 # Temporary files next to the weights.
 HIDDEN = [".*", "**/.*"]
 
@@ -47,7 +44,7 @@ def check_upload(repository: str | None) -> None:
 def upload(run: RunFolder, kind: str, repository: str, private: bool) -> None:
     """Upload `last` as the repository's root and `best` as its folder best/; log the result in one line.
 
-    A failed upload is retried. A signal ends the wait for it.
+    huggingface_hub repeats requests that fail. A signal ends the wait for the upload.
 
     Args:
         kind: the adapter's folder.
@@ -59,7 +56,7 @@ def upload(run: RunFolder, kind: str, repository: str, private: bool) -> None:
         return
     with best_effort(f"upload to {repository}"):
         failures: list[str] = []
-        work = lambda: failures.append(_attempts(folders, repository, private))  # noqa: E731
+        work = lambda: failures.append(_send(folders, repository, private))  # noqa: E731
         thread = threading.Thread(target=work, name="upload", daemon=True)
         if stop.signal is None:
             log.info(f"uploading to {repository}")
@@ -81,32 +78,26 @@ def upload(run: RunFolder, kind: str, repository: str, private: bool) -> None:
             log.info(f"uploaded: {constants.ENDPOINT}/{repository}")
 
 
-def _attempts(folders: Mapping[str, Path], repository: str, private: bool) -> str:
-    """Upload, with several attempts; return the reason of the failure, or an empty text."""
-    for pause in (*PAUSES, None):
-        try:
-            _send(folders, repository, private)
-            return ""
-        except Exception as error:  # of the network's libraries, or of files: none of them may end the run
-            cause = error.__cause__ if isinstance(error, RuntimeError) else None
-            failure = " ".join(reason(one) for one in (error, cause) if one is not None)
-            response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
-            status = 0 if response is None else response.status_code
-        if pause is None or status in FINAL:
-            break
-        time.sleep(pause)
-    return without_credentials(failure).rstrip(".:")
-
-
-def _send(folders: Mapping[str, Path], repository: str, private: bool) -> None:
+def _send(folders: Mapping[str, Path], repository: str, private: bool) -> str:
+    """Upload; return the reason of a failure, or an empty text."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import get_session
 
     get_session().timeout = SILENCE  # none by default
     api = HfApi(library_name="retouch")
-    api.create_repo(repository, private=private, exist_ok=True)
-    for place, folder in folders.items():
-        message = f"Upload {place or 'weights'}"
-        api.upload_folder(
-            repo_id=repository, folder_path=folder, path_in_repo=place, ignore_patterns=HIDDEN, commit_message=message
-        )
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        for place, folder in folders.items():
+            message = f"Upload {place or 'weights'}"
+            api.upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                path_in_repo=place,
+                ignore_patterns=HIDDEN,
+                commit_message=message,
+            )
+    except Exception as error:  # of the network's libraries, or of files: none of them may end the run
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None
+        failure = " ".join(reason(one) for one in (error, cause) if one is not None)
+        return without_credentials(failure).rstrip(".:")
+    return ""

@@ -325,7 +325,7 @@ def test_each_line_of_a_text_is_a_caption_but_json_is_one(tmp_path, text, prompt
     assert captions(tmp_path) == prompts
     if any(prompts):
         data = EditsDataModule(None, None, str(tmp_path / "x.txt"), None, [0], [1.0], None, None, 4096, 1)
-        assert tuple(prompt for *_, own in data.groups for prompt in own) == prompts, "prompts_file"
+        assert tuple(prompt for edit in data.edits for prompt in edit.prompts) == prompts, "prompts_file"
 
 
 STRUCTURED = {"scene": "a cup of tea", "colors": ["red", "blue"], "camera": {"lens": 50}}

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from datamodules.edits import EditsDataModule, Requests
+from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from datamodules.images.decoding import fit_area, floor_size, size_of_area
 from datamodules.images.resizing import MOST_CROPPED, Framing, bucket_table
@@ -171,7 +171,7 @@ def test_no_family_learns_or_sees_a_zoom(model, own, tmp_path):
     Image.new("RGB", own).save(tmp_path / "photo.png")
     edits = EditsDataModule(str(tmp_path / "photo.png"), "x", None, None, [0], [1.0], None, None, MEGAPIXEL, 1)
     edits.configure_for(module)
-    request = Requests(edits)[0]
+    request = edits.request(edits.edits[0])
     assert request.size == tuple(request.raw.controls[0].shape[:1:-1]), "prediction"
 
 
