@@ -76,7 +76,7 @@ def training_facts(trainer: L.Trainer, module: EditModule) -> dict[str, str]:
     windows = trainer.accumulate_grad_batches * trainer.world_size
     budget = data.max_tokens_per_batch
     batch = f"batch {data.batch_size * windows}" if budget is None else f"batches of {budget * windows:,} tokens"
-    epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.batches_per_epoch()
+    epochs = trainer.max_steps * trainer.accumulate_grad_batches / data.sampler().batches_per_epoch()
     rows = {
         "trains": module.adapter.describe(module.trained.parameters()),
         "sizes": ", ".join(sizes) + (f" and {len(counts) - 4} more" if len(counts) > 4 else ""),

@@ -167,12 +167,18 @@ class SampleImages(L.Callback):
             return batch
 
         shown = []
-        for pictures, batch in data.examples(share(trainer, count), negative):
-            if not pictures:
+        pixels = data.pixels(count)[share(trainer, count)]
+        # A cache contains the conditioning of the empty prompt only.
+        as_pixels = negative and pixels
+        batches = pixels if as_pixels else data.one_by_one(share(trainer, count), empty_prompt=negative is not None)
+        for index, batch in enumerate(batches):
+            if pixels:
+                images = pixels[index].images
+            else:
                 assert isinstance(batch, LatentBatch)
                 known = [one for one in (*batch.controls, batch.target_mean) if one is not None]
-                pictures = [module.encoder.decode(module.normalize(one.to(module.base.device))) for one in known]
-            *controls, target = pictures
+                images = [module.encoder.decode(module.normalize(one.to(module.base.device))) for one in known]
+            *controls, target = images
             height, width = target.shape[-2:]
             shown.append(Shown(controls, target, (width, height), encode(batch)))
         for number in range(count + len(own))[share(trainer, count + len(own))]:

@@ -3,21 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import lightning.pytorch as L
-from torch import Tensor
 
-from datamodules.batch import LatentBatch, PromptRequest, RawBatch
+from datamodules.batch import PromptRequest
 from datamodules.images.windows import ConditionImages
-
-
-class Example(NamedTuple):
-    """A sample as a batch of one, and its images, controls first, each (1, 3, h, w); no images for latents only."""
-
-    pictures: list[Tensor]
-    batch: RawBatch | LatentBatch
-
 
 # A prompt and its condition images' (width, height) -> the shape of each tensor of its conditioning.
 PromptShapes = Callable[[str, list[tuple[int, int]]], Mapping[str, tuple[int, ...]]]

@@ -5,7 +5,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from datamodules.base import Example, Model, PromptShapes, model_of
+from datamodules.base import Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch
 from datamodules.contents import look_up
 from datamodules.errors import UserError, listing, without_credentials
@@ -162,14 +162,6 @@ class CachedDataModule(PairsDataModule):
 
     def train_batches(self) -> ThreadedLoader:
         return ThreadedLoader(self.reader(self.with_empty_prompt, self.seed), self.sampler(), self.num_workers)
-
-    def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
-        if self.samples and negative_prompt:
-            return super().examples(which, negative_prompt)
-        batches = self.one_by_one(which, negative_prompt is not None)
-        if not self.samples:
-            return [Example([], batch) for batch in batches]
-        return [Example(raw.images, batch) for raw, batch in zip(self.raw_one_by_one(which), batches, strict=True)]
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         reader = self.reader(empty_prompt)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.base import DataModule, Example, Model, PromptShapes, model_of
+from datamodules.base import DataModule, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.errors import UserError, count_of, listing
 from datamodules.images.resizing import Framing, Size, View, bucket_notes, notes_on
@@ -285,10 +285,6 @@ class PairsDataModule(DataModule):
             repeats=self.repeats,
         )
 
-    def batches_per_epoch(self) -> float:
-        """Return the number of this process's batches in an epoch."""
-        return self.sampler().batches_per_epoch()
-
     def dataset(self, seed: int | None) -> PairDataset:
         """Return the views, decoded to pixels; see `PairDataset`."""
         return PairDataset(self.views, self.sample_set.condition_images, seed, self.preserve_prompts)
@@ -306,31 +302,19 @@ class PairsDataModule(DataModule):
             worker_init_fn=leave_signals_to_the_trainer,
         )
 
-    def raw_one_by_one(self, which: slice) -> Iterator[RawBatch]:
-        """Yield the first views of these samples in order, as pixels, each as a batch of one."""
-        dataset = self.dataset(None)
-        return (dataset[(index, 0)] for index in self.leading[which])
-
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
-        """Return these samples in order, each as a batch of one.
+        """Return the first views of these samples in order, each as a batch of one.
 
         Args:
             empty_prompt: whether latent batches include the empty prompt's conditioning.
         """
-        return self.raw_one_by_one(which)
+        dataset = self.dataset(None)
+        return (dataset[(index, 0)] for index in self.leading[which])
 
     def pixels(self, count: int) -> list[RawBatch]:
         """Return the first `count` samples as pixels, each as a batch of one; none if the data is latents only."""
-        return list(self.raw_one_by_one(slice(count))) if self.views else []
-
-    def examples(self, which: slice, negative_prompt: str | None) -> list[Example]:
-        """Return these samples with their images.
-
-        Args:
-            negative_prompt: to guide away from; None if it is not needed. A cache contains the conditioning of "" only:
-                with another prompt batches are pixels, if there are images.
-        """
-        return [Example(raw.images, raw) for raw in self.raw_one_by_one(which)]
+        dataset = self.dataset(None)
+        return [dataset[(index, 0)] for index in self.leading[:count]] if self.views else []
 
     @property
     def sample_count(self) -> int:

@@ -4,7 +4,6 @@ import re
 import shlex
 import shutil
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -61,36 +60,32 @@ def clean(cfg: DictConfig, _: Path) -> None:
     if "://" in data.cache_dir:
         where = without_credentials(data.cache_dir)
         raise UserError(f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these.")
-    found: list[tuple[Path, str, float]] = []
     # The cache that was used last, even after that of these settings, is likely to be used again.
-    caches = sorted(used.parent.glob(f"{'?' * len(used.name)}/{USED}"), key=lambda note: note.stat().st_mtime)
-    with ExitStack() as held:  # until they are deleted
-        for note in caches:
-            cache, last_used = Cache(note.parent, {}), note.stat().st_mtime
-            if cache.folder == used:
-                continue
-            if note == caches[-1]:
-                log.info(f"{cache}, {_described(cache)}, was used last: it stays. Delete the folder to free it.")
-                continue
-            try:
-                held.enter_context(in_use(cache.folder))
-                found.append((cache.folder, _described(cache), last_used))
-            except UserError:
-                log.info(f"{cache} is being filled: it stays")
-        total = 0
-        for folder, what, last_used in sorted(found):
-            size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
-            total += size
-            log.info(f"{folder}  {decimal(size)}, {what}, last used {when}")
-            if cfg.delete:
-                shutil.rmtree(folder)
-    if total == 0:
+    notes = sorted(used.parent.glob(f"{'?' * len(used.name)}/{USED}"), key=lambda note: note.stat().st_mtime)
+    freed = 0
+    for note in notes:
+        cache, last_used = Cache(note.parent, {}), note.stat().st_mtime
+        if cache.folder == used:
+            continue
+        if note == notes[-1]:
+            log.info(f"{cache}, {_described(cache)}, was used last: it stays. Delete the folder to free it.")
+            continue
+        try:
+            with in_use(cache.folder):
+                size = sum(path.stat().st_size for path in cache.folder.iterdir() if path.is_file())
+                when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
+                log.info(f"{cache}  {decimal(size)}, {_described(cache)}, last used {when}")
+                freed += size
+                if cfg.delete:
+                    shutil.rmtree(cache.folder)
+        except UserError:
+            log.info(f"{cache} is being filled: it stays")
+    if freed == 0:
         log.info(f"nothing to free in {used.parent}; {used.name} is in use by these settings")
     elif cfg.delete:
-        log.info(f"freed {decimal(total)}; kept {used.name}, which these settings use")
+        log.info(f"freed {decimal(freed)}; kept {used.name}, which these settings use")
     else:
-        log.info(f"delete=true frees {decimal(total)}; {used.name}, which these settings use, stays")
+        log.info(f"delete=true frees {decimal(freed)}; {used.name}, which these settings use, stays")
 
 
 def _described(cache: Cache) -> str:

@@ -67,8 +67,7 @@ def compare_precision(cfg: DictConfig, _: Path) -> None:
     build_cache(cfg, data := cached_data(cfg))
     data.configure_for(module)
     data.open(data.cache(module))
-    examples = [example.batch for example in data.examples(slice(EXAMPLES), negative_prompt=None)]
-    batches = [batch for batch in examples if isinstance(batch, LatentBatch)]
+    batches = list(data.one_by_one(slice(EXAMPLES), empty_prompt=False))
     log.info(f"{len(batches)} samples, {BANDS} timesteps each, in {1 + len(FORMATS)} precisions")
     exact, size = _velocities(module.to(device), None, batches)
     settings = cfg.model.quantization or OmegaConf.load(CONF / "model" / "quantization" / "fp8.yaml")

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -31,8 +30,6 @@ Parsed = TypeVar("Parsed")
 MANIFEST = "manifest.json"
 # The modification time of this file is the last use of the cache.
 USED = ".used"
-# The entries of the manifest for each tar.
-FACTS = {"bytes": int, "sha256": str, "samples": int, "prompts": int}
 REMEDY = "delete it and start again: its samples are encoded again; if data.shards names it, copy it again"
 
 
@@ -47,10 +44,8 @@ def open_cache(cache_dir: str, name: str, parts: Mapping[str, Any]) -> "Cache":
 def parse_manifest(text: bytes) -> dict[str, Any]:
     """Parse a manifest; raises ValueError, KeyError, TypeError or AttributeError if it is damaged."""
     manifest: dict[str, Any] = json.loads(text)
-    for facts in manifest["shards"].values():
-        if wrong := [name for name, kind in FACTS.items() if not isinstance(facts[name], kind)]:
-            raise TypeError(f"{wrong[0]} is {facts[wrong[0]]!r}")
-    if not isinstance(manifest["parts"], dict) or not manifest.keys() >= {"sizes", "samples", "tokens"}:
+    numbers = [manifest["samples"], manifest["bytes"], *(facts["bytes"] for facts in manifest["shards"].values())]
+    if not isinstance(manifest["parts"], dict) or not all(isinstance(number, int) for number in numbers):
         raise TypeError("it lacks an entry")
     return manifest
 
@@ -191,21 +186,14 @@ class Cache:
     def merge(self) -> None:
         """Merge the facts of all tars into the manifest; only one process may do this."""
         shards: dict[str, Any] = {}
-        sizes: Counter[str] = Counter()
-        tokens = 0
-        for part in self.index_parts():
-            samples = [row for row in part.rows if "key" in row]
-            tokens += sum(row["tokens"] for row in samples)
-            sizes.update("x".join(map(str, row["sizes"][0])) for row in samples)
-            counts = {"samples": len(samples), "prompts": len(part.rows) - len(samples)}
-            shards[part.facts["shard"]] = {**{name: part.facts[name] for name in ("bytes", "sha256")}, **counts}
+        for facts, rows in self.index_parts():
+            samples = sum("key" in row for row in rows)
+            shards[facts["shard"]] = {"bytes": facts["bytes"], "sha256": facts["sha256"], "samples": samples}
         manifest: dict[str, Any] = {
             "fingerprint": self.folder.name,
             "parts": self.parts,
-            "samples": sizes.total(),
-            "tokens": tokens,
+            "samples": sum(facts["samples"] for facts in shards.values()),
             "bytes": sum(facts["bytes"] for facts in shards.values()),
-            "sizes": dict(sizes.most_common()),
             "shards": shards,
         }
         if manifest != self.manifest():

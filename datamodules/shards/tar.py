@@ -5,7 +5,7 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -21,10 +21,6 @@ from datamodules.images.resizing import Size
 # A row of the index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
 # safetensors. A row with a `key` is a sample, one without is a prompt's conditioning.
 Row = dict[str, Any]
-
-
-class DamagedError(Exception):
-    """The bytes are not as they were written."""
 
 
 class Part(NamedTuple):
@@ -151,40 +147,23 @@ def parse_part(text: bytes, tar: str) -> Part:
     return Part(facts, json.loads(b"[" + rest.strip().replace(b"\n", b",") + b"]"))
 
 
-def read_groups(tar: tarfile.TarFile) -> Iterator[tuple[Row, bytes, int, int]]:
-    """Yield the facts and the safetensors of each group of a tar, the offset of the safetensors, and the group's end.
-
-    Raises:
-        DamagedError: a member does not belong there, or does not match its facts.
-    """
-    id, data, offset = "", b"", 0
-    for info in tar:
-        tar.members = []  # type: ignore[attr-defined]  # else it keeps them all in memory
-        file, (name, _, suffix) = tar.extractfile(info), info.name.rpartition(".")
-        if file is None:
-            raise DamagedError(f"{info.name} does not belong there")
-        content = file.read()
-        if suffix == "safetensors":
-            id, data, offset = name, content, info.offset_data
-            continue
-        try:
-            facts = json.loads(content)
-            intact = id == name == facts["id"] and zlib.crc32(data) == facts["crc32"]
-        except (ValueError, KeyError, TypeError):
-            intact = False
-        if not intact:
-            raise DamagedError(f"{name} is damaged")
-        yield facts, data, offset, info.offset_data - (-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-
-
 def scan(path: Path) -> tuple[list[Row], int]:
-    """Return the rows of a tar's groups up to the first damaged group, and the offset of their end."""
+    """Return the rows of a tar up to the first member that does not match its facts, and the offset of their end."""
     rows: list[Row] = []
-    end = 0
-    with suppress(tarfile.TarError, DamagedError), tarfile.open(path, "r:") as tar:
-        for facts, data, offset, group_end in read_groups(tar):
+    id, data, offset, end = "", b"", 0, 0
+    with suppress(tarfile.TarError, ValueError, KeyError, TypeError), tarfile.open(path, "r:") as tar:
+        for info in tar:
+            tar.members = []  # type: ignore[attr-defined]  # else it keeps them all in memory
+            file, (name, _, suffix) = tar.extractfile(info), info.name.rpartition(".")
+            content = b"" if file is None else file.read()
+            if suffix == "safetensors":
+                id, data, offset = name, content, info.offset_data
+                continue
+            facts = json.loads(content)
+            if not id == name == facts["id"] or zlib.crc32(data) != facts["crc32"]:
+                break
             rows.append({"shard": path.name, "offset": offset, "bytes": len(data), **facts})
-            end = group_end
+            end = info.offset_data - (-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     return rows, end
 
 

@@ -18,7 +18,6 @@ from obstore.exceptions import BaseError
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import DAMAGED, reason, replacing
 from datamodules.shards.stores import failure, is_bucket_absent, kind_of, locate
-from datamodules.shards.tar import DamagedError
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -32,6 +31,10 @@ PAUSE = 1.0  # seconds before the second attempt, doubled for each further one
 CHECKSUM = "sha256"
 # Of 5 MiB, uploaded at once: few, since each must be sent within the timeout, even on a slow connection.
 UPLOADED_PARTS = 2
+
+
+class DamagedError(Exception):
+    """The bytes are not as they were written."""
 
 
 # The errors of a transfer after which another attempt may help.
