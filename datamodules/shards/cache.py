@@ -179,8 +179,7 @@ class Cache:
             if sha256(tar) == facts["sha256"]:
                 write_part(tar, part.rows, facts["sha256"])
                 return True
-        lost = f"the lost ones of its {part.sample_count} samples are encoded again"
-        log.warning(f"the shard {tar} is damaged or missing: {lost}")
+        log.warning(f"the shard {tar} is damaged or missing: its lost samples are encoded again")
         return False
 
     def merge(self) -> None:

@@ -34,10 +34,6 @@ class Part(NamedTuple):
     facts: Row
     rows: list[Row]
 
-    @property
-    def sample_count(self) -> int:
-        return sum("key" in row for row in self.rows)
-
 
 def size_of(row: Row) -> Size:
     """Return the sizes of a sample; all samples of a batch have them in common."""

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from datamodules.errors import UserError, count_of, listing
+from datamodules.errors import UserError
 from datamodules.files import PICKLE, kind_of_file, reading
 
 
@@ -59,11 +59,3 @@ def test_safetensors_are_known_whatever_the_length_of_their_header(tmp_path: Pat
     assert kind_of_file(path) is None
     with pytest.raises(UserError, match="is damaged"), reading(path, "download it again"):
         safetensors.torch.load_file(path)
-
-
-def test_counts_and_listings_are_english():
-    assert count_of(1, "pairs have sides, and are cropped") == "1 pair has sides, and is cropped"
-    assert count_of(0, "findings") == "0 findings"
-    assert count_of(1200, "pairs are") == "1,200 pairs are"
-    assert listing(["a", "b"]) == "a, b"
-    assert listing(list("abcde")) == "a, b, c and 2 more"

@@ -140,6 +140,9 @@ def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(
     assert ".." not in str(error.value)
     data = data_module(str(root), on_bad_image="skip")
     assert data.keys == ["00"]
+    (root / "control_images" / "00.png").write_text("no image")
+    with pytest.raises(UserError, match="no usable pair is left"):
+        data_module(str(root), on_bad_image="skip")
 
 
 def test_pictures_of_several_frames_are_counted(tmp_path):

@@ -9,9 +9,20 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 
 from tests.support.pictures import photograph
 
-# Of scikit-image, large enough to be looked at, and unlike each other; the last is one more than there are edits.
-PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket", "retina", "camera", "brick", "grass", "gravel", "coins")
-PHOTOGRAPHS += ("moon", "clock", "hubble_deep_field", "immunohistochemistry", "page", "text")
+# Photographs of scikit-image, unlike each other, one for each edit.
+PHOTOGRAPHS = (
+    "astronaut",
+    "chelsea",
+    "coffee",
+    "rocket",
+    "retina",
+    "camera",
+    "brick",
+    "grass",
+    "gravel",
+    "coins",
+    "moon",
+)
 SIZE = (512, 384)
 
 
@@ -32,24 +43,11 @@ def without_an_object(image: Image.Image) -> Image.Image:
     return image
 
 
-def with_another_ground(image: Image.Image) -> Image.Image:
-    """Replace everything but the middle by another photograph."""
-    mask = Image.new("L", image.size, 0)
-    ImageDraw.Draw(mask).ellipse((130, 60, 380, 320), fill=255)
-    return Image.composite(image, picture("gravel").rotate(180), mask)
-
-
 def with_a_small_change(image: Image.Image) -> Image.Image:
     """Draw a dot of a fiftieth of the image's width."""
     image = image.copy()
     ImageDraw.Draw(image).ellipse((100, 100, 112, 112), fill=(220, 30, 30))
     return image
-
-
-def coarse(image: Image.Image) -> Image.Image:
-    """Coarsen an image, as for a control of super-resolution."""
-    small = image.resize((image.width // 4, image.height // 4), Image.Resampling.BICUBIC)
-    return small.resize(image.size, Image.Resampling.BICUBIC)
 
 
 def noisy(image: Image.Image) -> Image.Image:
@@ -64,16 +62,11 @@ EDITS: dict[str, Callable[[Image.Image], tuple[Image.Image, Image.Image]]] = {
     "recoloured": lambda image: (image, Image.merge("RGB", image.split()[::-1]).point(lambda v: v // 2 + 60)),
     "grey": lambda image: (image, ImageOps.autocontrast(image.convert("L")).point(lambda v: 255 - v // 2)),
     "mirrored": lambda image: (image, ImageOps.mirror(image)),
-    "upside_down": lambda image: (image, ImageOps.flip(image)),
     "brighter": lambda image: (image, ImageEnhance.Brightness(image).enhance(1.3)),
     "removed": lambda image: (image, without_an_object(image)),
-    "ground": lambda image: (image, with_another_ground(image)),
     "small_change": lambda image: (image, with_a_small_change(image)),
     "deblurred": lambda image: (image.filter(ImageFilter.GaussianBlur(3)), image),
-    "edges": lambda image: (image, ImageOps.invert(image.convert("L").filter(ImageFilter.FIND_EDGES))),
     "from_edges": lambda image: (image.convert("L").filter(ImageFilter.FIND_EDGES), image),
-    "super_resolution": lambda image: (coarse(image), image),
-    "denoised": lambda image: (noisy(image), image),
     "depth": lambda image: (image, depth(image)),
     "another": lambda image: (image, picture("rocket").rotate(180)),
 }
