@@ -16,6 +16,7 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from datamodules.shards import transfer
 from runs.run_folder import RunFolder
+from runs.signals import stop
 from tasks import mirror as module
 from tasks.mirror import Mirror
 from tasks.resolvers import work_folder
@@ -70,9 +71,10 @@ def test_a_fresh_machine_resumes_from_a_bucket_in_the_same_bits(bucket, run, run
 
 
 @pytest.fixture
-def mirror(bucket, tmp_path):
+def mirror(bucket, tmp_path, monkeypatch):
     """A copy of an empty folder."""
     configure_logging()
+    monkeypatch.setattr(stop, "signal", None)  # of a command in this process
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     return Mirror(URL, folder)
@@ -277,8 +279,8 @@ def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pai
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(places), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    stop = "+callbacks.stop={_target_: tests.support.probes.StopAt, step: 2, number: " + f"{int(signal.SIGUSR1)}}}"
-    outcome = run("train", *short(tiny, pairs, URL, 8), "resume=auto", stop, ok=False)
+    stop_at = "+callbacks.stop={_target_: tests.support.probes.StopAt, step: 2, number: " + f"{int(signal.SIGUSR1)}}}"
+    outcome = run("train", *short(tiny, pairs, URL, 8), "resume=auto", stop_at, ok=False)
     assert outcome.status == 128 + signal.SIGUSR1, outcome.text
     assert "job 7 is queued again" in outcome.text
     files = json.loads((tmp_path / "at_requeue.json").read_text())["files"]
