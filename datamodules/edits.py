@@ -52,7 +52,7 @@ class EditRequest:
     batch_size: int
 
 
-class Edit(NamedTuple):
+class PromptedImage(NamedTuple):
     """An image with prompts for it.
 
     Attributes:
@@ -105,7 +105,7 @@ class EditsDataModule(PromptData):
         shared = _read_prompts(prompt, prompts_file, required=image is None)
         listing_of = cache(Listing.of)
         names: list[str] = []
-        self.edits: list[Edit] = []
+        self.edits: list[PromptedImage] = []
         for paths in find_images(image, setting) if image is not None else [()]:
             # File names may hold any bytes, up to 255 of them; the settings of each result follow the stem.
             stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
@@ -115,7 +115,7 @@ class EditsDataModule(PromptData):
             keys = [f"{names[-1]}_p{number:02d}" for number in range(len(own))]
             for first in range(0, len(own), batch_size):
                 some = slice(first, first + batch_size)
-                self.edits.append(Edit(paths, keys[some], own[some]))
+                self.edits.append(PromptedImage(paths, keys[some], own[some]))
         self.negative_prompt = negative_prompt
         self.seeds = list(seeds)
         self.lora_scales = list(lora_scales)
@@ -171,18 +171,18 @@ class EditsDataModule(PromptData):
         wanted = [(prompt, edit.paths if sees else ()) for edit in mine for prompt in (*edit.prompts, *negative)]
         return list(dict.fromkeys(wanted))
 
-    def share(self) -> list[Edit]:
+    def share(self) -> list[PromptedImage]:
         """Return the edits of this process."""
         return self.edits[self.run.global_rank :: self.run.world_size]
 
-    def predict_dataloader(self) -> DataLoader[Edit]:
+    def predict_dataloader(self) -> DataLoader[PromptedImage]:
         """Return this process's requests, one per batch."""
         processes = self.run.world_size
         if processes > len(self.edits):
             raise UserError(f"{processes} processes for {len(self.edits)} images and prompts: use fewer devices")
         return DataLoader(self.share(), collate_fn=lambda edits: self.request(*edits))  # type: ignore[arg-type]
 
-    def request(self, edit: Edit) -> EditRequest:
+    def request(self, edit: PromptedImage) -> EditRequest:
         """Return an edit with its images decoded."""
         paths, keys, prompts = edit
         # By the size of the file, as of the result: the decoded image may already be reduced.
