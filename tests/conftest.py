@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
 os.environ["OMP_NUM_THREADS"] = "1"  # workers on few cores
 os.environ["COLUMNS"] = "250"  # long paths stay on one line
+gc.set_threshold(100_000)  # a tenth of the seconds went into collecting garbage that is not there
 
 import pytest
 import torch

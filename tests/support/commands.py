@@ -138,7 +138,7 @@ def short(
     """Return the overrides of a short quiet run, whose cache serves all runs of this worker.
 
     Args:
-        shown: with sample images and a report.
+        shown: with sample images, of two steps, and a report.
     """
     caches = repository.parent / f"caches-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}"
     return [
@@ -152,7 +152,11 @@ def short(
         "data.num_workers=0",
         "adapter.rank=4",
         "logger=none",
-        *([] if shown else ["callbacks.sample_images=null", "callbacks.report=null"]),
+        *(
+            ["model.sampling.num_inference_steps=2"]
+            if shown
+            else ["callbacks.sample_images=null", "callbacks.report=null"]
+        ),
     ]
 
 

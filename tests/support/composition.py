@@ -16,6 +16,7 @@ import omegaconf
 import omegaconf._utils
 import omegaconf.base
 import safetensors
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
@@ -37,7 +38,8 @@ def _reads_files_of_its_own(repo: Any) -> bool:
 
 
 def keep_compositions() -> None:
-    """Make Hydra, in this process, compose each choice of groups once."""
+    """Make Hydra, in this process, compose each choice of groups once, and OmegaConf read YAML by libyaml."""
+    yaml.SafeLoader = yaml.CSafeLoader
     create, compose = loader.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 
     @wraps(create)
