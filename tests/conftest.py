@@ -11,7 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
 os.environ["OMP_NUM_THREADS"] = "1"  # workers on few cores
 os.environ["COLUMNS"] = "250"  # long paths stay on one line
-gc.set_threshold(100_000)  # a tenth of the seconds went into collecting garbage that is not there
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from tests.support.tiny_pipelines import MODELS
 from tests.support.warm import Warm, connect, serve
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000)  # a tenth of the seconds went into collecting garbage that is not there
 keep_compositions()
 settings.register_profile("same examples every time", derandomize=True, deadline=None)
 settings.load_profile("same examples every time")
