@@ -10,7 +10,7 @@ import torch
 
 from report.tables import read_validation
 from tests.support.commands import ROOT, lora_bytes, short
-from tests.support.quantized import MODEL, NAMES, quantized
+from tests.support.quantized import NAMES, quantized
 from tests.support.same_runs import assert_close, assert_close_losses, column
 from tests.support.several_runs import DDP, FSDP, arguments_of
 
@@ -116,13 +116,11 @@ def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(tiny,
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("setting", "words"),
     [
         ("model.quantization.format=nf4", "trainer=fsdp cannot split transformer_blocks.0.attn.to_q"),
-        ("optimizer=adamw_8bit", "trainer=fsdp: AdamW8bit needs whole weights"),
         ("model.offload.blocks=2", "model.offload.blocks: trainer=fsdp splits the blocks"),
     ],
 )
-def test_what_cannot_be_split_is_one_line(run, tiny, pairs, tmp_path, setting, message):
-    one = ["trainer=fsdp", "trainer.devices=1", *setting.split()]
-    assert message in run("train", *MODEL, *short(tiny, pairs, tmp_path / "run", 1), *one, ok=False).error
+def test_what_cannot_be_split_is_one_line(refuses, setting, words):
+    refuses("model/quantization=fp8", "trainer=fsdp", "trainer.devices=1", setting, words=words)

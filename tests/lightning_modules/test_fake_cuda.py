@@ -1,39 +1,31 @@
 """A training step on a GPU that is none: every family, adapter, quantization and offloading."""
 
-from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
 from hydra.utils import instantiate
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from datamodules.batch import LatentBatch
-from lightning_modules import prepare
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import checks, repository, transformer
-from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
-from tests.support.other_adapters import KINDS, OTHERS
+from tests.support.other_adapters import OTHERS
 from tests.support.steps import inputs
 from tests.support.tiny_pipelines import MODELS
 
 ADAPTERS = {
     "lora": ["adapter=lora"],
     "tlora": ["adapter=tlora"],
-    "ortho_tlora": ["adapter=ortho_tlora"],
     "full": ["adapter=full"],
 }
 FP8, FP4 = "model/quantization=fp8", "model/quantization=fp4"
 QUANTIZATIONS = {
     "bf16": [],
     "fp8": [FP8],
-    "fp4": [FP4],
     "nf4": [FP4, "model.quantization.format=nf4"],
-    "int8": [FP8, "model.quantization.format=int8"],
 }
 # What must have been seen to compute, within operators of ours.
 KERNELS = {"fp8": "aten::_scaled_mm", "nf4": "bitsandbytes::dequantize_4bit"}
@@ -45,17 +37,13 @@ STREAMED = {"blocks_and_activations": "full"}
 # The family that stands for the others where these do nothing of their own.
 WHOLE = "qwen_image_edit_plus"
 FAMILIES = [name for name, model in MODELS.items() if not model.variant and name != WHOLE]
-QUICK = [
+CASES = [
     *((name, "bf16", "lora", ACTIVATIONS) for name in FAMILIES),
     (WHOLE, "bf16", "tlora", PLAIN | ACTIVATIONS),
     (WHOLE, "bf16", "full", PLAIN),
     (WHOLE, "fp8", "lora", STREAMED),
     (WHOLE, "nf4", "lora", PLAIN),
-]
-SLOW = [
-    *((WHOLE, name, "lora", {"blocks": "full"} | STREAMED) for name in QUANTIZATIONS if name != "fp8"),
-    (WHOLE, "fp8", "tlora", PLAIN | ACTIVATIONS),
-    (WHOLE, "bf16", "ortho_tlora", PLAIN),  # computes like a T-LoRA
+    ("flux_kontext", "fp8", "lokr", STREAMED),
 ]
 
 
@@ -109,7 +97,7 @@ def cuda(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "quantization", "adapter", "chosen"),
-    first(len(QUICK), [*QUICK, *SLOW]),
+    CASES,
     ids=lambda x: "_".join(x) if isinstance(x, dict) else x,
 )
 def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, adapter, chosen):
@@ -133,16 +121,9 @@ def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, ad
         assert {(one.dtype, one.device) for one in gradients} == {(torch.float32, DEVICE)}
 
 
-@pytest.mark.parametrize("adapter", first(1, KINDS))
-def test_step_of_updates_of_another_kind_is_on_the_device_alone(repositories, cuda, adapter):
-    test_step_is_on_the_device_alone(repositories, cuda, "flux_kontext", "fp8", adapter, STREAMED)
-
-
 FAULTS = {
     "makes a tensor on the host": lambda x: x * torch.ones(()),
-    "a copy from the host waits": lambda x: x * torch.ones(1).to(x.device),
     "reads from the device": lambda x: x * x.mean().cpu(),
-    FakeTensorDeviceMismatchError: lambda x: x * torch.ones(1, 8, 1, 1),
 }
 
 
@@ -150,19 +131,5 @@ FAULTS = {
 def test_step_that_is_not_on_the_device_alone_is_seen(repositories, cuda, monkeypatch, fault):
     module = build(repositories, cuda, "flux_kontext", "bf16", "lora", False)
     monkeypatch.setattr(module, "normalize", FAULTS[fault])
-    with nullcontext() if isinstance(fault, str) else pytest.raises(fault):
-        step(cuda, module, batch(module))
-        assert any(fault in what and place == "<lambda>" for what, _, place in cuda.found)
-
-
-def test_what_follows_the_default_device_is_seen(repositories, cuda, monkeypatch):
-    monkeypatch.setattr(EditModule, "configure_model", EditModule._load_to_train)
-    build(repositories, cuda, "flux_kontext", "bf16", "lora", False)
-    assert any("follows the default device" in what for what, *_ in cuda.found)
-
-
-def test_attention_that_computes_in_float32_is_seen(repositories, cuda, monkeypatch):
-    monkeypatch.setattr(prepare, "cast_inputs_once", lambda _: None)
-    module = build(repositories, cuda, "flux_kontext", "bf16", "lora", False)
     step(cuda, module, batch(module))
-    assert any("attention of (torch.float32" in what for what, *_ in cuda.found)
+    assert any(fault in what and place == "<lambda>" for what, _, place in cuda.found)

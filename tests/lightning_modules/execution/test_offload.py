@@ -3,17 +3,15 @@
 import pytest
 import torch
 from hydra.utils import instantiate
-from torch.nn import Linear
 
 from datamodules.errors import UserError
 from lightning_modules.execution import offload
 from lightning_modules.execution.blocks import blocks
-from lightning_modules.execution.offload import HostMemory, streamed_blocks, streamed_linears
+from lightning_modules.execution.offload import HostMemory, streamed_linears
 from lightning_modules.pretrained.repository import Components
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import StageTimer
 from tasks.dry_run import offloaded_bytes
-from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.steps import assert_same, made, step
 
@@ -26,7 +24,7 @@ def build(tiny, *more, adapter="lora", base="bf16"):
 
 @pytest.mark.parametrize(
     ("base", "adapter"),
-    first(2, [("fp8", "ortho_tlora"), ("bf16", "lora"), ("nf4", "lora"), ("int8", "lora")]),
+    [("fp8", "ortho_tlora"), ("bf16", "lora")],
 )
 def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
     whole = step(build(tiny, adapter=adapter, base=base))
@@ -37,22 +35,11 @@ def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
 @pytest.mark.slow
 def test_what_waits_is_what_the_dry_run_says(tiny):
     """But for what rounds a layer's place up."""
-    for base in ("bf16", "fp8", "nf4", "int8"):
+    for base in ("bf16", "fp8", "nf4"):
         plain = blocks(build(tiny, base=base).transformer).values()
         sizes = [sum(layer.weight.nbytes for layer in streamed_linears(block)) for block in plain]
         source = build(tiny, "model.offload.blocks=4", base=base).base.source
         assert offloaded_bytes(source) == sum(sizes) - 2 * max(sizes)
-
-
-def test_nothing_is_left_in_a_block_that_has_computed(tiny):
-    module = build(tiny, "model.offload.blocks=2")
-    streamed = streamed_blocks(module.transformer, 2)
-    for _ in range(2):
-        step(module)
-        named = [found for block in streamed.values() for found in block.named_modules()]
-        linears = [module for name, module in named if isinstance(module, Linear) and "lora" not in name]
-        assert len(linears) > 10
-        assert all(linear.weight is None for linear in linears)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +86,7 @@ class Elsewhere(str):
     type = "elsewhere"
 
 
-@pytest.mark.parametrize("format", [None, "int8", "nf4"])
+@pytest.mark.parametrize("format", [None, "nf4"])
 def test_components_compute_the_same_before_and_after_they_rest(tiny, format):
     settings = None if format is None else Quantization(format, ["*.wo"], ["text_encoder_2"])
     places = {"vae": None, "text_encoder": None}

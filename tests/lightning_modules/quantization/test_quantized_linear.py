@@ -74,23 +74,19 @@ def test_fp8_scales_are_powers_of_two_and_bf16_dequantizes_exactly():
     assert torch.equal(layer.dequantize(torch.bfloat16).double(), exact)
 
 
-@pytest.mark.parametrize("refused", [None, E5M2])
-def test_kernels_are_probed_at_a_model_s_size(monkeypatch, refused):
-    """Tensors have no content, and a stand-in for the product fails as on a GPU without some kernels."""
-    probed = []
+def test_a_gpu_without_one_of_the_kernels_multiplies_without_tensor_cores(monkeypatch):
+    """Tensors have no content, and a stand-in for the product fails as on such a GPU."""
 
-    def scaled_mm(a, b, *, use_fast_accum, **_):
-        probed.append((a.dtype, use_fast_accum, *a.shape, *b.shape))
-        if a.dtype == refused or a.shape[1] < 1024:
+    def scaled_mm(a, b, **_):
+        if a.dtype == E5M2:
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     eight_bit.has_tensor_cores.cache_clear()
     with FakeTensorMode():
-        assert eight_bit.has_tensor_cores(torch.device("cuda")) == (refused is None)
+        assert not eight_bit.has_tensor_cores(torch.device("cuda"))
     eight_bit.has_tensor_cores.cache_clear()
-    assert probed == [(dtype, dtype == E4M3, 256, 3072, 3072, 3072) for dtype in (E4M3, E5M2)][: len(probed)]
 
 
 def test_tensor_cores_add_the_rounding_of_activations_and_gradients(tensor_cores, monkeypatch):
@@ -121,20 +117,16 @@ def test_tensor_cores_are_not_used_if_sides_do_not_fit(tensor_cores, monkeypatch
     assert error(layer(x), x @ layer.dequantize(torch.float32).T + layer.bias) < 1e-6
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_nonfinite_values_stay_so_on_tensor_cores(tensor_cores, value):
+def test_nonfinite_values_stay_so_on_tensor_cores_and_rows_of_zeros_stay_zero(tensor_cores):
     """So a diverging step is skipped, as on other bases."""
+    x = torch.randn(4, 128)
+    x[0, 3], x[1, 3], x[2] = float("inf"), float("nan"), 0
     layer = quantization("fp8").quantize(linear())
-    x = torch.randn(2, 128)
-    x[0, 3] = value
+    layer.bias = None
     y = layer(x)
-    assert not y[0].isfinite().any()
-    assert y[1].isfinite().all()
-
-
-def test_rows_of_zeros_stay_zero():
-    rows, scales = eight_bit.quantize_rows(torch.zeros(2, 16), E4M3)
-    assert torch.equal(rows.float() * scales, torch.zeros(2, 16))
+    assert not y[:2].isfinite().any()
+    assert y[2:].isfinite().all()
+    assert not y[2].any()
 
 
 @pytest.mark.parametrize("format", NAMES)
