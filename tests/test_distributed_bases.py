@@ -10,7 +10,7 @@ import torch
 
 from report.tables import read_validation
 from tests.support.commands import ROOT, lora_bytes, short
-from tests.support.quantized import NAMES, quantized
+from tests.support.quantized import MODEL, NAMES, quantized
 from tests.support.same_runs import assert_close, assert_close_losses, column
 from tests.support.several_runs import DDP, FSDP, arguments_of
 
@@ -119,6 +119,7 @@ def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(tiny,
     ("setting", "words"),
     [
         ("model.quantization.format=nf4", "trainer=fsdp cannot split transformer_blocks.0.attn.to_q"),
+        ("optimizer=adamw_8bit", "trainer=fsdp: AdamW8bit needs whole weights"),
         ("model.offload.blocks=2", "model.offload.blocks: trainer=fsdp splits the blocks"),
     ],
 )

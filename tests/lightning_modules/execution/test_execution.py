@@ -27,7 +27,7 @@ def test_every_position_of_the_dial_gives_the_same_bits(tiny, adapter, base):
 
 @every_model
 def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repositories, model):
-    """They agree up to rounding, since matrix products of other shapes add in another order; DDP waits for no others."""
+    """They agree up to rounding, since matrix products of other shapes add in another order."""
     module = family(repositories, model, "adapter.target_modules=all-linear")
     last = list(blocks(module.transformer).values())[-1]
     if module.last_block is None:
@@ -45,6 +45,7 @@ def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repos
     for name, own in results[0].items():
         torch.testing.assert_close(own, results[1][name], rtol=1e-4, atol=1e-6)
     ignored = module._ddp_params_and_buffers_to_ignore
+    # DDP waits for these.
     waited_for = {name: p for name, p in module.transformer.named_parameters() if f"transformer.{name}" not in ignored}
     assert waited_for.keys() <= results[0].keys()
     # What reaches only the text that is cut away has no gradient, or one of zeros.
