@@ -124,4 +124,5 @@ def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(tiny,
     ],
 )
 def test_what_cannot_be_split_is_one_line(refuses, setting, words):
-    refuses("model/quantization=fp8", "trainer=fsdp", "trainer.devices=1", setting, words=words)
+    base = ["model/quantization=fp8", "model.gradient_checkpointing=full"]
+    refuses(*base, "trainer=fsdp", "trainer.devices=1", setting, words=words)

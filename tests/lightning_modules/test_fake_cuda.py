@@ -39,7 +39,7 @@ WHOLE = "qwen_image_edit_plus"
 FAMILIES = [name for name, model in MODELS.items() if not model.variant and name != WHOLE]
 CASES = [
     *((name, "bf16", "lora", ACTIVATIONS) for name in FAMILIES),
-    (WHOLE, "bf16", "tlora", PLAIN | ACTIVATIONS),
+    (WHOLE, "bf16", "tlora", ACTIVATIONS),
     (WHOLE, "bf16", "full", PLAIN),
     (WHOLE, "fp8", "lora", STREAMED),
     (WHOLE, "nf4", "lora", PLAIN),
