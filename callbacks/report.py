@@ -73,6 +73,7 @@ class Report(L.Callback):
     def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write grid.png, and the page without the script that reloads it."""
         assert isinstance(module, EditModule)
+        self._written = math.inf  # later work, such as model cards, does not write it again
         if trainer.is_global_zero and module.transformer is not None:
             with best_effort("grid.png"):
                 write_grid(self.run, self.run.grid)

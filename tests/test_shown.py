@@ -18,7 +18,6 @@ from PIL import Image
 from callbacks import progress
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
-from lightning_modules.estimation.flops import duration
 from report.images import LONGEST, file_names, in_a_row, save_png, to_image
 from report.quoting import override, portable_path
 from report.tables import curves
@@ -53,19 +52,13 @@ def test_printed_settings_arrive_through_a_shell_as_they_are(key):
         assert parsed.is_sweep_override() is False
 
 
-def test_home_is_where_the_shell_says(monkeypatch):
+def test_words_for_captions_arrive_letter_for_letter_and_home_is_where_the_shell_says(monkeypatch):
+    for text in ("sks ", "(sks)", "sks dog, red"):
+        [parsed] = OverridesParser.create().parse_overrides(quote_values([f"data.trigger_word={text}"]))
+        assert parsed.value() == text
     monkeypatch.setenv("HOME", "/home/you")
-    arguments = ["output_dir=~/run", "data.root=~/photos", "prompt=~/as it is"]
-    assert quote_values(arguments) == [
-        'output_dir="/home/you/run"', 'data.root="/home/you/photos"', 'prompt="~/as it is"'
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ["sks ", "a photo, ", "(sks)", "sks dog, red"])
-@pytest.mark.parametrize("key", ["data.prefix", "data.trigger_word"])
-def test_words_for_captions_arrive_letter_for_letter(key, text):
-    [parsed] = OverridesParser.create().parse_overrides(quote_values([f"{key}={text}"]))
-    assert parsed.value() == text
+    arguments = quote_values(["output_dir=~/run", "prompt=~/as it is"])
+    assert arguments == ['output_dir="/home/you/run"', 'prompt="~/as it is"']
 
 
 def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeypatch):
@@ -79,38 +72,23 @@ def test_paths_in_commands_are_relative_or_say_what_to_fill_in(tmp_path, monkeyp
 
 def test_the_work_between_steps_is_shown_in_words(run, tiny, pairs, tmp_path, monkeypatch):
     """Each denoising step, held-out sample and metric is shown, also before step 1; rows name the trained layers."""
-    pictures = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=3", "data.val_count=2"]
+    few = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=2", "data.val_count=1"]
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
-    settings = [*pictures, "objective=slider", "adapter.dropout=0"]
-    text = run("train", *short(tiny, pairs, tmp_path / "run", 2, shown=True), *settings).text
-    lines = text.splitlines()
-    for step in (0, 2):
-        work = [line.partition("  ")[2] for line in lines if line.startswith(f"step {step}/2  ")]
-        for n in (1, 2):
-            for k in (1, 2, 3):
-                assert f"sampling {n}/2, denoising step {k}/3" in work
-            assert f"validating {n}/2" in work
-            assert f"measuring psnr {n}/2" in work
-    assert "step 2/2  saving" in lines
+    monkeypatch.setenv("COLUMNS", "300")
+    settings = [*few, "objective=slider", "adapter.dropout=0", "model.timesteps.shift=dynamic"]
+    text = run("train", *short(tiny, pairs, tmp_path / "run", 1, shown=True), *settings).text
+    for step in (0, 1):
+        for work in ("sampling 1/1, denoising step 2/2", "validating 1/1", "measuring psnr 1/1"):
+            assert f"step {step}/1  {work}\n" in text
+    assert "step 1/1  saving\n" in text
     for name, value in {"objective": "slider", "learns by": "AdamW, lr 0.0001, schedule constant"}.items():
         assert re.search(rf"{name} +{value} ", text)
-    assert "slider, AdamW, lr 0.0001, schedule constant, step 2 of 2" in (tmp_path / "run/report.html").read_text()
-
-
-def test_the_summary_names_layers_and_timesteps(run, tiny, pairs, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    text = run("train", *short(tiny, pairs, tmp_path / "run", 1), "model.timesteps.shift=dynamic").text
     assert re.search(r"layers +\d+: attn\.to_q, attn\.to_k, attn\.to_v, attn\.to_out\.0, attn\.add_", text)
     assert re.search(r"timesteps +logit_normal, shift dynamic, 1\.\d\d at 32x32", text)
 
 
-@pytest.mark.parametrize(("minutes", "words"), [(0.1, "1 min"), (90, "90 min"), (270, "4.5 h")])
-def test_durations_are_minutes_or_hours(minutes, words):
-    assert duration(0.4 * 60 * minutes, peak=1.0) == words
-
-
-@pytest.mark.parametrize("size", [(20000, 16), (16, 20000), (1, 1), (64, 48), (3000, 3000)])
-@pytest.mark.parametrize("last", [(64, 48), (20000, 16), (16, 20000), (1, 1), (640, 64)])
+@pytest.mark.parametrize("size", [(20000, 16), (16, 20000), (64, 48)])
+@pytest.mark.parametrize("last", [(64, 48), (20000, 16), (1, 1)])
 def test_pictures_in_a_row_are_neither_empty_nor_endless(size, last):
     one, other = in_a_row([Image.new("RGB", size), Image.new("RGB", last)])
     assert one.height == other.height
@@ -129,8 +107,8 @@ def test_what_is_not_a_number_is_black_without_a_warning():
     assert image[0, :, 0].tolist() == [0, 255, 0, 128]
 
 
-@pytest.mark.parametrize("name", ["x" * 251, "雪" * 83, "e\u0301" * 83])
-def test_names_of_any_length_can_be_written(tmp_path, name):
+def test_names_of_any_length_can_be_written(tmp_path):
+    name = "e\u0301" * 83
     save_png(Image.new("RGB", (2, 2)), tmp_path / f"{name}.png")
     with replacing_folder(tmp_path / f"{name[:240]}") as folder:
         (folder / "x").touch()
@@ -207,8 +185,8 @@ def test_whatever_fails_in_showing_is_a_note(caplog):
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("count", [1, 6])
-def test_contact_sheet_has_room_for_its_words(tmp_path, count):
+def test_contact_sheet_has_room_for_its_words(tmp_path):
+    count = 6
     root = make_pairs(tmp_path, [(64, 48)] * count)
     for caption in root.glob("training_images/*.txt"):
         caption.write_text("make it snow for $5 and _more_ " * 20)

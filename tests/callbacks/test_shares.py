@@ -57,22 +57,6 @@ def test_shared_pictures_and_figures_are_those_of_one_process_and_training_does_
 
 
 @pytest.mark.slow
-def test_run_that_lost_a_picture_and_a_row_gets_them_back_from_both_processes(in_two_processes, overrides, tmp_path):
-    """As one that was killed behind its last saving."""
-    settings = ["data.val_count=3", *DDP]
-    status, text = in_two_processes([overrides("run", *settings)])
-    assert status == 0, text
-    before, weights = shown(tmp_path / "run"), lora_bytes(tmp_path / "run")
-    next((tmp_path / "run/samples/step-000004").glob("*.png")).unlink()
-    table = tmp_path / "run/validation.csv"
-    table.write_text("".join(table.read_text().splitlines(keepends=True)[:-1]))
-    status, text = in_two_processes([overrides("run", *settings, "ckpt_path=last")])
-    assert status == 0, text
-    assert shown(tmp_path / "run") == before
-    assert lora_bytes(tmp_path / "run") == weights
-
-
-@pytest.mark.slow
 def test_signal_to_one_process_in_the_middle_of_its_pictures_stops_both_behind_them(start, overrides, tmp_path):
     stop = "+callbacks.stop={_target_: tests.support.probes.StopWhileSampling, step: 2}"
     processes = start_two(start, [overrides("run", "data.val_count=3", stop, *DDP, steps=8)])

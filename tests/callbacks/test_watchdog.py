@@ -9,7 +9,7 @@ import pytest
 from callbacks.lifecycle import Watchdog
 from lightning_modules.timing import LOADING, NOT_TRAINING, StageTimer
 
-SECONDS = 0.6
+SECONDS = 0.3
 
 
 @pytest.fixture
@@ -30,18 +30,13 @@ def watched(monkeypatch):
     thread.join()
 
 
-def test_a_download_may_take_as_long_as_it_takes(watched):
+def test_loading_and_progress_are_no_run_that_hangs(watched):
     timer, found = watched
     with timer.stage(NOT_TRAINING), timer.stage(LOADING):
-        assert not found.wait(3 * SECONDS)
-    assert found.wait(20)
-
-
-def test_a_long_validation_is_no_run_that_hangs(watched):
-    timer, found = watched
+        assert not found.wait(2 * SECONDS)
     with timer.stage(NOT_TRAINING):
-        for _ in range(15):
+        for _ in range(10):
             time.sleep(SECONDS / 5)
             timer.note_progress()
         assert not found.is_set()
-        assert found.wait(20), "but one without a sample is"
+        assert found.wait(20), "but a validation without progress is"
