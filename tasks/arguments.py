@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,9 +91,6 @@ def quote_values(arguments: list[str]) -> list[str]:
 
 def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]:
     """Return Hydra's options, and the settings, which may stand before, between and after them."""
-    if "--version" in arguments:
-        print(f"retouch {version('retouch')}")
-        raise SystemExit(0)
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -133,9 +129,9 @@ def _checked(setting: str, known: Declared) -> str:
             return f"~{key}"
         raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
     dotted = key.replace("/", ".")
-    of_class = known.takes_arguments(dotted)
-    if not known.knows(dotted) and not (of_class and (override.is_add() or override.is_force_add())):
-        known.refuse(key, "" if override.is_delete() else f"={setting.partition('=')[2]}", of_class)
+    is_argument = known.takes_arguments(dotted) and (override.is_add() or override.is_force_add())
+    if not known.knows(dotted) and not is_argument:
+        known.refuse(key)
     return setting
 
 

@@ -132,18 +132,14 @@ class Declared:
         least, _, found = min((_unlikeness(key, name), name.count("."), name) for name in names)
         return found if least <= max(1.5, len(key) / 5) else None
 
-    def refuse(self, key: str, value: str = "", of_class: bool = False) -> NoReturn:
-        """Raise a UserError for a key that is no setting, naming the nearest one.
-
-        Args:
-            of_class: whether it may be an argument of a class that conf/ leaves out.
-        """
+    def refuse(self, key: str) -> NoReturn:
+        """Raise a UserError for a key that is no setting, naming the nearest one."""
         near = self.nearest(key)
         hints = [f"Did you mean {near}?"] if near is not None else []
-        if of_class and (near is None or _unlikeness(key, near) > 1):
-            hints.append(f"An argument that conf/ leaves out needs a +: +{key}{value}.")
+        if self.takes_arguments(key) and (near is None or _unlikeness(key, near) > 1):
+            hints.append(f"An argument that conf/ leaves out needs a +: +{key}=VALUE.")
         listed = f"`python {self.script}.py --help` names those that people change most, --cfg job all of them."
-        raise UserError(f"{key}{value}: there is no such setting. {' '.join(hints) or listed}")
+        raise UserError(f"{key}: there is no such setting. {' '.join(hints) or listed}")
 
 
 @cache

@@ -20,8 +20,6 @@ from tasks.terminal import is_first_process, log
 RESTORED = ("adapter", "optimizer", "ema")
 # Settings of the start of a run, not of its training.
 OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
-# Settings of an adapter that determine the shapes of its weights.
-SHAPES = ("_target_", "rank", "rank_pattern", "target_modules", "decompose_factor", "full_matrix", "block_size")
 
 
 def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -> tuple[Path, int] | None:
@@ -176,9 +174,9 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         if lacking := {"adapter", "optimizer", "scheduler", "model", "data"} - earlier.keys():
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     configs = [(saved, flat_settings(earlier)), (OmegaConf.create(settings), flat_settings(settings))]
-    hidden, shape = [], False
+    hidden = []
     for key in sorted({key for _, written in configs for key in written}):
-        group, _, name = key.partition(".")
+        group = key.partition(".")[0]
         before, after = (written.get(key) for _, written in configs)
         if group in OF_A_START or before == after:
             continue
@@ -192,13 +190,11 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         line = f"{key} was {was} in {run} and is {now} now"
         if group in RESTORED or key == "objective._target_":
             hidden.append(line)
-            shape |= group == "adapter" and name.partition(".")[0] in SHAPES
         else:
             log.info(f"note: {line}")
     if hidden:
-        weights = None if shape else run.saved_weights()
         raise UserError(
             f"cannot resume with a changed setting: {'; '.join(hidden)}. Leave ckpt_path out and "
-            f"{_from_weights(weights)}; or resume with the run's own settings: "
+            f"{_from_weights(run.saved_weights())}; or resume with the run's own settings: "
             f"python train.py output_dir={shlex.quote(str(run))} ckpt_path=last"
         )

