@@ -27,13 +27,12 @@ class ShardWriter(BasePredictionWriter):
 
     Attributes:
         encoded: number of samples that this process has encoded.
-        added: number of prompts that it has encoded for samples that the cache contained already.
     """
 
     def __init__(self, cache: Cache) -> None:
         super().__init__(write_interval="batch")
         self.cache = cache
-        self.encoded = self.added = 0
+        self.encoded = 0
         self._shard: OpenShard | None = None
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -56,9 +55,8 @@ class ShardWriter(BasePredictionWriter):
         if self._shard is None:
             self._shard = self.cache.new_shard(trainer.global_rank)
         write_sample(self._shard, pl_module, batch, *prediction)
-        self.encoded += batch.is_new
-        self.added += 0 if batch.is_new else len(batch.texts)
-        self._progress.done(batch_idx + 1)
+        self.encoded += 1
+        self._progress.done(self.encoded)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._shard is not None:
@@ -69,14 +67,13 @@ def write_sample(
     shard: OpenShard,
     module: EditModule,
     request: EncodeRequest,
-    latents: LatentBatch | None,
+    latents: LatentBatch,
     prompts: Sequence[dict[str, Tensor]],
 ) -> None:
     """Append a sample to a tar, after the prompts that the tar lacks.
 
     Args:
-        latents: None if the cache contains the sample already.
-        prompts: the conditioning of `request.texts`, (1, L, ...) each.
+        prompts: the conditioning of the captions and of the preserved prompts, (1, L, ...) each.
     """
     images = request.images if module.condition_images.text_sees_them else []
     text = module.geometry.text
@@ -88,9 +85,8 @@ def write_sample(
             shard.add(id, {prefix + name: tensor[0].cpu() for name, tensor in tensors.items()}, facts)
         return id
 
-    ids = [add("prompt", *one) for one in zip(request.texts, prompts, strict=True)]
-    if latents is None:
-        return
+    texts = (*request.captions, *request.preserved)
+    ids = [add("prompt", *one) for one in zip(texts, prompts, strict=True)]
     raw, own = request.raw, len(request.captions)
     seen = [image for image in (raw.target, *raw.controls) if image is not None]
     longest = max(prompts[:own], key=lambda one: one[text].shape[1])

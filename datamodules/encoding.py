@@ -30,23 +30,16 @@ class EncodeRequest:
         id: its id in the cache, derived from its content.
         images: the identity of each condition image: its sha256 and its visible part.
         captions: all of the sample's.
+        preserved: further prompts, which the cache lacks.
         view: its index among the views of the sample.
-        preserved: prompts that are missing as well.
-        is_new: whether the sample itself is missing, and not only `preserved`.
     """
 
     raw: RawBatch
     id: str
     images: list[str]
     captions: tuple[str, ...]
+    preserved: tuple[str, ...]
     view: int
-    preserved: tuple[str, ...] = ()
-    is_new: bool = True
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The missing prompts."""
-        return (*self.captions, *self.preserved) if self.is_new else self.preserved
 
 
 class Missing(NamedTuple):
@@ -54,9 +47,8 @@ class Missing(NamedTuple):
 
     view: View
     id: str
-    number: int
     preserved: tuple[str, ...]
-    is_new: bool
+    number: int
 
 
 class EncodingDataModule(PromptData):
@@ -100,31 +92,30 @@ class EncodingDataModule(PromptData):
         mine = self.sample_set.find().samples[rank :: self.run.world_size]
         hashes = hash_files(self.cache, rank, mine)
         ids = self.cache.sample_ids(prompts=bool(self.preserve_prompts))
-        lacking: dict[str, tuple[int, Entry]] = {}
+        lacking: list[tuple[int, str, Entry]] = []
         unread: list[Sample] = []
         for sample, _, entries in entries_by_id(self.sample_set, mine, hashes, self.preserve_prompts):
             if not entries:  # a file could not be read: `check` reports it
                 unread.append(sample)
             for number, (id, entry) in enumerate(entries.items()):
                 if not ids >= {id, *entry.preserved.values()}:
-                    lacking.setdefault(id, (number, entry))
-        to_check = {entry.view.sample.key: entry.view.sample for _, entry in lacking.values()}
+                    lacking.append((number, id, entry))
+        to_check = {entry.view.sample.key: entry.view.sample for *_, entry in lacking}
         usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread])[0]}
-        items: list[Missing] = []
-        for id, (number, entry) in lacking.items():
+        missing: list[Missing] = []
+        for number, id, entry in lacking:
             preserved = tuple(prompt for prompt, name in entry.preserved.items() if name not in ids)
             if entry.view.sample.key in usable and (preserved or id not in ids):
-                items.append(Missing(entry.view, id, number, preserved, id not in ids))
+                missing.append(Missing(entry.view, id, preserved, number))
                 ids |= {id, *entry.preserved.values()}
-        self.requests = _Requests(items, hashes, self.sample_set.condition_images)
+        self.requests = _Requests(missing, hashes, self.sample_set.condition_images)
 
     def all_prompts(self) -> list[PromptRequest]:
         if self.sample_set.condition_images.text_sees_them:
             return []
         items = self.requests.items
-        captions = [prompt for one in items if one.is_new for prompt in (*one.view.sample.prompts, "")]
-        preserved = [prompt for one in items for prompt in one.preserved]
-        return [(prompt, ()) for prompt in dict.fromkeys([*captions, *preserved])]
+        wanted = [prompt for one in items for prompt in (*one.view.sample.prompts, *one.preserved, "")]
+        return [(prompt, ()) for prompt in dict.fromkeys(wanted)]
 
     def predict_dataloader(self) -> DataLoader[EncodeRequest]:
         return DataLoader(
@@ -170,9 +161,9 @@ class _Requests(Dataset[EncodeRequest]):
         return len(self.items)
 
     def __getitem__(self, index: int) -> EncodeRequest:
-        view, id, number, preserved, is_new = self.items[index]
+        view, id, preserved, number = self.items[index]
         raw = self.pixels[(index, 0)]
         content = Content.of(view.sample, self.hashes)
         if content is None or content.id(view) != id:  # else the new pixels would be cached under the old id
             raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded. Start again.")
-        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, number, preserved, is_new)
+        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, preserved, number)

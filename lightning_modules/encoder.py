@@ -111,12 +111,11 @@ class Encoder:
         return encoded
 
     @torch.no_grad()
-    def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch | None, list[dict[str, Tensor]]]:
-        """Return a new view encoded with the empty prompt (None for a known one), and each text's conditioning."""
-        latents = self(request.raw, "") if request.is_new else None
-        images, device = request.raw.prompt_images, self.base.device
+    def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch, list[dict[str, Tensor]]]:
+        """Return a view encoded with the empty prompt, and the conditioning of its captions and preserved prompts."""
+        latents, images, device = self(request.raw, ""), request.raw.prompt_images, self.base.device
         with torch.autocast(device.type, enabled=False):
-            return latents, [self.prompts([text], images, device) for text in request.texts]
+            return latents, [self.prompts([text], images, device) for text in (*request.captions, *request.preserved)]
 
     def _encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, on the transformer's device."""

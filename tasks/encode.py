@@ -91,17 +91,15 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
             profiler=None,  # it profiles training
         )
         trainer.predict(module, missing, return_predictions=False)
-        counts = of_all(trainer, [(writer.encoded, writer.added)])  # all tars are finished
+        counts = of_all(trainer, [writer.encoded])  # all tars are finished
         if trainer.is_global_zero:
             cache.merge()
     of_first(trainer, None)  # the index is merged
     if trainer.is_global_zero:
-        _report(data, cache, *map(sum, zip(*counts, strict=True)))
+        _report(data, cache, sum(counts))
 
 
-def _report(data: "CachedDataModule", cache: "Cache", encoded: int, added: int) -> None:
-    if added:
-        log.info(f"encoded {added:,} more prompts for samples in the cache (objective.preserve.prompts)")
+def _report(data: "CachedDataModule", cache: "Cache", encoded: int) -> None:
     if not encoded:
         return
     preview = cache.folder / "preview.png"

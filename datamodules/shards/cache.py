@@ -185,13 +185,15 @@ class Cache:
     def merge(self) -> None:
         """Merge the facts of all tars into the manifest; only one process may do this."""
         shards: dict[str, Any] = {}
+        ids: set[str] = set()
         for facts, rows in self.index_parts():
-            samples = sum("key" in row for row in rows)
-            shards[facts["shard"]] = {"bytes": facts["bytes"], "sha256": facts["sha256"], "samples": samples}
+            own = {row["id"] for row in rows if "key" in row}
+            shards[facts["shard"]] = {"bytes": facts["bytes"], "sha256": facts["sha256"], "samples": len(own)}
+            ids |= own
         manifest: dict[str, Any] = {
             "fingerprint": self.folder.name,
             "parts": self.parts,
-            "samples": sum(facts["samples"] for facts in shards.values()),
+            "samples": len(ids),
             "bytes": sum(facts["bytes"] for facts in shards.values()),
             "shards": shards,
         }
