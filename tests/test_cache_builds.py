@@ -50,36 +50,40 @@ def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_pa
     assert encoded(run("predict", *command)) == 7
 
 
-def as_rank_and_hold(rank, port, marker):
+def as_rank_and_hold(rank, port, samples, marker):
     as_rank(rank, port)
-    hold_build(3, marker, 80_000)
+    hold_build(samples, marker, 80_000)
 
 
 @pytest.mark.slow
 def test_killed_build_of_two_processes_goes_on_with_any_number_and_encodes_nothing_twice(run, start, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 6)
     command = cache_overrides(tiny, root, tmp_path / "cache")
-    markers = [tmp_path / f"first-{rank}" for rank in range(2)]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [
-        start("predict", *command, before=partial(as_rank_and_hold, rank, port, markers[rank])) for rank in range(2)
-    ]
-    for process, marker in zip(processes, markers, strict=True):
-        wait_until(marker.exists, process)
-    for process in processes:
+
+    def two(samples=-1):
+        """Start two processes as torchrun does, which wait when each has encoded some samples."""
+        markers = [tmp_path / f"rank-{rank}" for rank in range(2)]
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        before = [partial(as_rank_and_hold, rank, port, samples, marker) for rank, marker in enumerate(markers)]
+        processes = [start("predict", *command, before=one) for one in before]
+        if samples > 0:
+            for process, marker in zip(processes, markers, strict=True):
+                wait_until(marker.exists, process)
+            return processes
+        return [process.communicate(timeout=120)[0] for process in processes]
+
+    for process in two(3):
         kill_when(lambda: True, process)
-    process = start("predict", *command, before=partial(hold_build, 2, tmp_path / "second", 80_000))
-    kill_when((tmp_path / "second").exists, process)
-    text, _ = start("predict", *command, "trainer.devices=2").communicate(timeout=120)
-    assert "encoded 4 samples" in text
+    process = start("predict", *command, before=partial(hold_build, 2, tmp_path / "alone", 80_000))
+    kill_when((tmp_path / "alone").exists, process)
+    assert "encoded 4 samples" in two()[0]
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
     cache = only(tmp_path / "cache")
     assert content(cache) == content(only(tmp_path / "whole"))
 
     (root / "training_images" / "02.txt").write_text("another caption")
-    text, _ = start("predict", *command, "trainer.devices=2").communicate(timeout=120)
-    assert "encoded 1 sample;" in text, "one process has nothing to do"
+    assert "encoded 1 sample;" in two()[0], "one process has nothing to do"
     tars = set(cache.manifest()["shards"])
     left = {".used", "files-0.jsonl", "files-1.jsonl", "manifest.json", "preview.png", *tars}
     assert {path.name for path in cache.folder.iterdir()} == left | {name.replace(".tar", ".jsonl") for name in tars}

@@ -95,19 +95,6 @@ def run_here(script: str, *overrides: str) -> Outcome:
         return Outcome(status, output.read())
 
 
-def start_cold(script: str, *overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen:
-    """Start train.py or predict.py as a new process, which has all to import."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / f"{script}.py"), *map(str, overrides)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **environment},
-        cwd=cwd,
-        start_new_session=True,
-    )
-
-
 def run_code(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code that must end well in a process of its own."""
     command, text = [sys.executable, "-c", code, *arguments], {"capture_output": True, "text": True}

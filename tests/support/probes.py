@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -41,16 +40,6 @@ class CountBatches(L.Callback):
             with self.file.open("a") as file:
                 print(f"{trainer.global_step}:{self.batches}", file=file)
             self.batches = 0
-
-
-class LoadedModules(L.Callback):
-    """Writes down what is imported when training ends."""
-
-    def __init__(self, file: str) -> None:
-        self.file = Path(file)
-
-    def on_train_end(self, trainer, pl_module):
-        self.file.write_text("\n".join(sys.modules))
 
 
 class Vandal(L.Callback):
