@@ -8,13 +8,12 @@ import re
 import shutil
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
-import psutil
 from safetensors import SafetensorError
 from yaml import YAMLError
 
@@ -146,15 +145,10 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
 
 
-def remove_temporary(paths: Iterable[Path], is_writing: Callable[[int], bool] = psutil.pid_exists) -> None:
-    """Remove temporary files and folders of killed processes.
-
-    Args:
-        is_writing: whether the process with this id may be writing; by default any that runs here.
-    """
+def remove_temporary(paths: Iterable[Path]) -> None:
+    """Remove temporary files and folders of killed processes, where no other process writes."""
     for path in paths:
-        process = path.name.split(".")[-2]
-        if process.isdecimal() and is_writing(int(process)):
+        if path.name.split(".")[-2] == str(os.getpid()):
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -88,7 +88,7 @@ class RunFolder:
     def remove_unfinished(self) -> None:
         """Remove the temporary files and folders of a killed run, but not those of this process."""
         left = [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]
-        remove_temporary(left, is_writing=os.getpid().__eq__)
+        remove_temporary(left)
 
     def weights(self, kind: str, name: str) -> Path:
         """Return a folder of weights: step-000100, last or best, below the adapter's folder."""
