@@ -60,21 +60,21 @@ def test_wrong_root_is_said_before_the_hub_is_asked(run, tmp_path, monkeypatch, 
     assert "data.root=nowhere: no such folder" in outcome.error
 
 
-def test_run_is_not_overwritten(run, gallery, copied, tiny, pairs, tmp_path):
-    copied(gallery("plain"))
-    before = lora_bytes(tmp_path / "run")
-    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), ok=False)
-    assert "already contains a run: resume it with ckpt_path=last" in outcome.error
-    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+def test_run_is_not_overwritten(run, gallery, copied, tiny, pairs):
+    folder = copied(gallery("plain"))
+    before, last = lora_bytes(folder), folder / "checkpoints" / "last.ckpt"
+
+    def refused(*more):
+        return run("train", *short(tiny, pairs, folder, 2), *more, ok=False).error
+
+    assert "already contains a run: resume it with ckpt_path=last" in refused()
     last.write_bytes(last.read_bytes()[:-1000])
-    error = run("train", *short(tiny, pairs, tmp_path / "run", 2), "ckpt_path=last", ok=False).error
+    error = refused("ckpt_path=last")
     assert f"{last} is damaged (File is not a zip file); name another ckpt_path, or start from" in error
-    assert f"adapter.init_from={tmp_path / 'run' / 'lora' / 'last'}" in error
     last.unlink()
-    for more in ([], ["ckpt_path=last"]):  # the weights were written, and the process killed
-        error = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more, ok=False).error
-        assert f"adapter.init_from={tmp_path / 'run' / 'lora' / 'last'}" in error
-    assert lora_bytes(tmp_path / "run") == before
+    for line in (error, refused(), refused("ckpt_path=last")):  # the weights were written, and the process killed
+        assert f"adapter.init_from={folder / 'lora' / 'last'}" in line
+    assert lora_bytes(folder) == before
 
 
 class Trap:
@@ -145,31 +145,29 @@ def test_image_settings_next_to_shards():
         check_shards(cfg)
 
 
-def test_checkpoint_of_another_adapter(run, gallery, copied, tiny, pairs, tmp_path):
-    copied(gallery("plain"))
+def test_checkpoint_of_another_adapter(run, gallery, copied, tiny, pairs):
+    folder = copied(gallery("plain"))
+    (folder / "config.yaml").unlink()  # which would name the changed setting
     more = ["ckpt_path=last", "adapter.target_modules=[to_q]"]
-    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more, ok=False)
-    assert "adapter.target_modules was" in outcome.error
-    (tmp_path / "run" / "config.yaml").unlink()
-    outcome = run("train", *short(tiny, pairs, tmp_path / "run", 2), *more, ok=False)
+    outcome = run("train", *short(tiny, pairs, folder, 2), *more, ok=False)
     assert "the checkpoint's adapter is not this run's" in outcome.error
 
 
 @pytest.mark.slow
-def test_full_disk_leaves_the_previous_files(run, gallery, copied, tiny, pairs, tmp_path):
-    copied(gallery("plain"))
-    before = lora_bytes(tmp_path / "run")
+def test_full_disk_leaves_the_previous_files(run, gallery, copied, tiny, pairs):
+    folder = copied(gallery("plain"))
+    before, command = lora_bytes(folder), [*short(tiny, pairs, folder, 3), "ckpt_path=last"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        outcome = run("train", *short(tiny, pairs, tmp_path / "run", 3), "ckpt_path=last", ok=False)
+        error = run("train", *command, ok=False).error
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot write" in outcome.error
-    assert "pytorch_lora_weights.safetensors: File too large" in outcome.error
-    assert lora_bytes(tmp_path / "run") == before
-    assert list((tmp_path / "run").rglob("*.tmp")) == [RunFolder(tmp_path / "run").unfinished_checkpoint]
-    run("train", *short(tiny, pairs, tmp_path / "run", 3), "ckpt_path=last")
+    assert "cannot write" in error
+    assert "pytorch_lora_weights.safetensors: File too large" in error
+    assert lora_bytes(folder) == before
+    assert list(folder.rglob("*.tmp")) == [RunFolder(folder).unfinished_checkpoint]
+    run("train", *command)
 
 
 def test_compiling_that_fails_is_one_line():
