@@ -85,7 +85,7 @@ class ModelCard(L.Callback):
         edits, captions = module.condition_images.most != 0, data.captions().most_common()
         caption = one_line(captions[0][0]) if captions else ""
         text = TEMPLATES.get_template("model_card.md").render(
-            **self._use(module, origin, folder, strips, seed),
+            **self._use(module, folder, strips, seed),
             metadata=_metadata(module, origin, self.trigger_word or caption, strips, is_lora),
             title=self.repository.rpartition("/")[2] if self.repository else self.run.path.absolute().name,
             adapter=str(module.adapter),
@@ -123,9 +123,7 @@ class ModelCard(L.Callback):
             save_png(result, folder / f"sample-{index}.png")
         return max(samples), [strip._replace(prompt=one_line(strip.prompt)) for strip in strips]
 
-    def _use(
-        self, module: EditModule, origin: Origin, folder: Path, strips: list[Strip], seed: int | None
-    ) -> dict[str, Any]:
+    def _use(self, module: EditModule, folder: Path, strips: list[Strip], seed: int | None) -> dict[str, Any]:
         """Return the commands that use the weights, with names that are valid on any machine."""
         assert module.adapter is not None
         is_best, gated = folder.name == "best", bool(module.rank_gates)
@@ -137,7 +135,7 @@ class ModelCard(L.Callback):
         of_run = f"/{module.adapter.folder}/last"
         arguments = module.adapter.predict_arguments(place, self.model_name)
         arguments = {key: value.removesuffix(of_run) for key, value in arguments.items()}
-        names = Names(arguments, weights, origin.shown)
+        names = Names(arguments, weights, self.model_name)
         return {
             "repository": self.repository,
             "root": root,

@@ -1,6 +1,7 @@
 """Progress in the terminal: a summary before step 1, then a bar; plain lines if the output is no terminal."""
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -10,13 +11,12 @@ import lightning.pytorch as L
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
 
 from callbacks import find_callback
 from callbacks.metrics import Metrics
-from callbacks.report import Report
 from datamodules.errors import UserError, listing
 from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import trainable
@@ -99,50 +99,52 @@ class TrainingProgress(L.Callback):
         self._bar: Progress | None = None
 
     def begin(self, done: int, total: int) -> None:
-        """Start counting at `done` of `total`."""
-        self._total, self._done, self._numbers = total, done, ""
-        self._start = self._last_line = time.monotonic()
-        self._warm: tuple[int, float] | None = None  # the first count that was shown, and when
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
-                console=self.console,
-            )
-            self._task = self._bar.add_task("", total=total, completed=done, numbers="", left="")
-            self._bar.start()
-
-    def advance(self, done: int, numbers: str) -> None:
-        """Show the present count.
+        """Start counting at `done` of `total`.
 
         The estimate of the time left excludes the first step, which warms up, and includes work between the steps.
         """
-        now, left = time.monotonic(), ""
-        self._done, self._numbers = done, numbers
-        if self._warm is None:
-            self._warm = (done, now)
-        elif done > self._warm[0]:
-            each = (now - self._warm[1]) / (done - self._warm[0])
-            left = f"left {timedelta(seconds=round(each * (self._total - done)))}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, numbers=numbers, left=left)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES or done in (self._warm[0], self._total):
-            self._print(now, numbers, left)
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            speed_estimate_period=math.inf,
+            get_time=time.monotonic,
+            disable=not self.console.is_terminal,
+        )
+        self._numbers, self._last_line = "", time.monotonic()
+        self._bar.add_task("", total=total, completed=done, shown="")
+        [self._task] = self._bar.tasks
+        self._bar.start()
+
+    def advance(self, done: int, numbers: str) -> None:
+        """Show the present count; in lines the first, the last, and those of some time later than the one before."""
+        assert self._bar is not None
+        self._numbers = numbers
+        self._bar.update(self._task.id, completed=done, shown=numbers)
+        left = self._task.time_remaining
+        if left is None or self._task.finished or self._is_line_due:
+            self._print(numbers, *([] if left is None else [f"left {timedelta(seconds=left)}"]))
 
     def show_work(self, words: str) -> None:
         """Show work between two steps, such as sampling; without words show the numbers again."""
         if self._bar is not None:
-            self._bar.update(self._task, numbers=words or self._numbers)
-        elif words and (now := time.monotonic()) - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._print(now, words)
+            self._bar.update(self._task.id, shown=words or self._numbers)
+            if words and self._is_line_due:
+                self._print(words)
 
-    def _print(self, now: float, *words: str) -> None:
-        self._last_line = now
-        log.info("  ".join(part for part in (f"step {self._done}/{self._total}", *words) if part))
+    @property
+    def _is_line_due(self) -> bool:
+        return time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
+
+    def _print(self, *words: str) -> None:
+        if not self.console.is_terminal:
+            self._last_line = time.monotonic()
+            log.info("  ".join([f"step {self._task.completed}/{self._task.total}", *words]))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop()
@@ -170,8 +172,6 @@ class TrainingProgress(L.Callback):
             **training_facts(trainer, pl_module),
             "results": str(self.run),
         }
-        if find_callback(trainer, Report) is not None:
-            rows["report"] = f"{self.run.report}, kept up to date"
         if self._step:
             rows["resumed"] = f"after step {self._step}"
         self.console.print(panel("Retouch", rows, data.notes))

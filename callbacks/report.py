@@ -1,5 +1,7 @@
 """The report of a run, report.html: one self-contained page, written during the run and at its end."""
 
+import functools
+import logging
 import math
 import time
 from pathlib import Path
@@ -15,11 +17,13 @@ from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 from report.commands import Names, commands
-from report.images import THUMBNAIL, Strip, data_url, read_strip, sample_files, to_image, write_grid
+from report.images import THUMBNAIL, data_url, read_strip, sample_files, to_image, write_grid
 from report.page import render
 from report.quoting import shareable, without_secrets
 from report.tables import curves, headline, read_metrics, read_validation
 from runs.run_folder import RunFolder, best_effort
+
+log = logging.getLogger("retouch")
 
 # The page is written again at this age, and reloads itself as often.
 SECONDS_BETWEEN_PAGES = 15
@@ -36,8 +40,7 @@ class Report(L.Callback):
         self.model_name = model_name
         self._data: dict[str, Any] = {}
         self._started = False
-        self._sample: Strip | None = None  # the first of the last step
-        self._parts: dict[Path, dict[str, Any]] = {}  # of the page, by sample image
+        self._shown = functools.cache(_shown)
         self._written = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -48,6 +51,7 @@ class Report(L.Callback):
         self._started = True
         if trainer.is_global_zero:
             self._renew(trainer, pl_module, now=True)
+            log.info(f"report: {self.run.report}, kept up to date")
             pl_module.base.timer.listeners.append(lambda _: self._renew(trainer, pl_module))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
@@ -82,21 +86,11 @@ class Report(L.Callback):
 
     def _rows(self, samples: dict[int, dict[str, Path]]) -> list[dict[str, Any]]:
         """Return the rows of sample images: those of the last step, each with its results at all steps."""
-        last = samples[max(samples)] if samples else {}
-        for path in (path for files in samples.values() for path in files.values() if path not in self._parts):
-            strip = read_strip(path)
-            self._parts[path] = _shown(strip)
-            if path == next(iter(last.values())):
-                self._sample = strip
-        return [
-            {
-                **self._parts[path],
-                "results": [
-                    self._parts[files[name]]["result"] if name in files else None for files in samples.values()
-                ],
-            }
-            for name, path in last.items()
-        ]
+        rows = []
+        for name, path in (samples[max(samples)] if samples else {}).items():
+            results = [self._shown(files[name])["result"] if name in files else None for files in samples.values()]
+            rows.append({**self._shown(path), "results": results})
+        return rows
 
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         assert module.adapter is not None
@@ -110,6 +104,7 @@ class Report(L.Callback):
         settings = OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         names = Names.of_run(module, self.run, self.model_name)
+        sample = read_strip(next(iter(samples[max(samples)].values()))) if samples else None
         seed = None if sampler is None else sampler.seed
         facts = [without_secrets(module.base.name), str(module.adapter), module.objective.chosen]
         facts += [module.optimization.describe(), f"step {trainer.global_step} of {trainer.max_steps}"]
@@ -125,15 +120,16 @@ class Report(L.Callback):
             pictures_title="Held-out images" if data.validation is not None else "Images of the training data",
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
-            commands=commands(module, names, seed, self._sample),
+            commands=commands(module, names, seed, sample),
             config=OmegaConf.to_yaml(shareable(OmegaConf.to_container(settings))),
             unfinished=unfinished,
             **self._data,
         )
 
 
-def _shown(strip: Strip) -> dict[str, Any]:
+def _shown(path: Path) -> dict[str, Any]:
     """Return the page's part on a sample image."""
+    strip = read_strip(path)
     return {
         "result": data_url(strip.result),
         "prompt": strip.prompt if strip.target else f"{strip.prompt} (of sample_root)",

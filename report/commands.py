@@ -1,7 +1,6 @@
 """Commands that use a trained model: of predict.py, and the same in diffusers."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from datamodules.hub import repository_file
@@ -9,41 +8,34 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.repository import resolve_repository
 from report.images import Strip, read_strip, sample_files
-from report.quoting import override, portable_path, without_secrets
+from report.origin import public_name
+from report.quoting import override, portable_path
 from runs.run_folder import RunFolder
 
 
 class Names(NamedTuple):
-    """Names of the weights, models and images in commands.
+    """Names of the weights and images in commands.
 
     Attributes:
         arguments: of predict.py.
         weights: for diffusers: a folder of weights, or a repository on the hub.
-        models: for the base and the transformer, by their settings.
+        model: of the model's YAML.
         photo: for the image to edit.
     """
 
     arguments: Mapping[str, str]
     weights: str
-    models: Mapping[str, str]
+    model: str
     photo: str = "PHOTO.png"
 
     @classmethod
     def of_run(cls, module: EditModule, run: RunFolder, model_name: str) -> "Names":
         """Name the last weights of a run, for commands in the folder where the run was started."""
         assert module.adapter is not None
-        folder = portable_path(str(run))
-        chosen = module.sampler.sampling and module.sampler.sampling.transformer_name_or_path
-        used = (module.base.name, module.base.transformer_name, *([chosen] if chosen else []))
-        models = {name: without_secrets(portable_path(name)) for name in used}
-        weights = str(RunFolder(folder).weights(module.adapter.folder, "last"))
-        photo = str(RunFolder(folder).control) if run.control.is_file() else "PHOTO.png"
-        return cls(module.adapter.predict_arguments(folder, model_name), weights, models, photo)
-
-    def shown(self, model: str) -> str:
-        """Return the name of a base or a transformer by its setting; for other folders their last part."""
-        path = Path(model).expanduser()
-        return self.models.get(model, f"PATH_TO/{path.absolute().name}" if path.is_dir() else model)
+        folder = RunFolder(portable_path(str(run)))
+        weights = str(folder.weights(module.adapter.folder, "last"))
+        photo = str(folder.control) if run.control.is_file() else "PHOTO.png"
+        return cls(module.adapter.predict_arguments(str(folder), model_name), weights, model_name, photo)
 
 
 def commands(module: EditModule, names: Names, seed: int | None, sample: Strip | None) -> dict[str, str]:
@@ -59,7 +51,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     width, height = sample.result.size if sample is not None else (1024, 1024)
     images = int(module.condition_images.most != 0) if sample is None else len(sample.controls)
     other = None if used is None else used.transformer_name_or_path
-    transformer = names.shown(module.base.transformer_name if other is None else other)
+    transformer = public_name(module.base.transformer_name if other is None else other, names.model)
     chosen = {} if other is None else {"model.sampling.transformer_name_or_path": transformer}
     scales = (1,) if module.objective is None else module.objective.scales
     dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
@@ -108,12 +100,13 @@ def diffusers_code(
     """
     assert module.adapter is not None
     loading = module.adapter.loading_code(names.weights, module.pipeline_name)
-    base = transformer if whole else names.models[module.base.name] if loading else names.weights
+    own = public_name(module.base.name, names.model)
+    base = transformer if whole else own if loading else names.weights
     base = "assets/shapes" if base == "embedded" else base
     files = [names.photo] if images == 1 else [f"PHOTO_{index}.png" for index in range(1, images + 1)]
     photos = ", ".join(f"load_image({name!r})" for name in files)
     changes = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
-    other = not whole and transformer != names.shown(module.base.name)
+    other = not whole and transformer != own
     return "\n".join(
         [
             *([f"# Its transformer is that of {transformer}."] if other else []),

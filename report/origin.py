@@ -28,29 +28,33 @@ class Origin(NamedTuple):
 
     Attributes:
         repositories: known ids on the hub, of the base and of another transformer.
-        shown: names of base and transformer in commands, by their settings.
         base: its name in a sentence, if it is not on the hub.
         licence: result of `licence`, if it is the same for all parts.
     """
 
     repositories: list[str]
-    shown: dict[str, str]
     base: str
     licence: dict[str, str]
 
     @classmethod
     def of(cls, base: FrozenBase, model_name: str) -> "Origin":
         """Read the origin from the settings and the README.md of a base."""
-        names = list(dict.fromkeys((base.name, base.transformer_name)))
-        known = {name: hub_id(name, model_name) for name in names}
-        here = {name: f"PATH_TO/{Path(name).expanduser().absolute().name}" for name in names} | {EMBEDDED: EMBEDDED}
-        shown = {name: id or here[name] for name, id in known.items()}
-        revisions = {base.name: base.revision}
-        licences = [licence(name, id, revisions.get(name)) for name, id in known.items()]
+        known = {name: hub_id(name, model_name) for name in (base.name, base.transformer_name)}
+        licences = [licence(name, id, base.revision if name == base.name else None) for name, id in known.items()]
         same = licences[0] if all(one == licences[0] for one in licences) else {}
         of_retouch = "Shapes, the small model that comes with Retouch"
-        sentence = of_retouch if base.name == EMBEDDED else code(Path(shown[base.name]).name)
-        return cls([id for id in known.values() if id], shown, sentence, same)
+        sentence = of_retouch if base.name == EMBEDDED else code(Path(public_name(base.name, model_name)).name)
+        return cls([id for id in known.values() if id], sentence, same)
+
+
+def public_name(name: str, model_name: str) -> str:
+    """Return the name of a base or a transformer in published commands: its hub id, or PATH_TO/NAME to fill in.
+
+    Args:
+        model_name: as for `hub_id`.
+    """
+    place = name if name == EMBEDDED else f"PATH_TO/{Path(name).expanduser().absolute().name}"
+    return hub_id(name, model_name) or place
 
 
 def hub_id(name: str, model_name: str) -> str | None:

@@ -160,13 +160,12 @@ def test_a_short_curve_is_whole():
 
 
 def test_time_left_is_judged_by_steps_after_the_first(monkeypatch, caplog):
-    times = iter([0.0, 500.0, 502.0, 504.0, 518.0])  # pictures and warming up took 500 s
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    shown, now = progress.TrainingProgress("run"), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
-    shown = progress.TrainingProgress("run")
     with caplog.at_level(logging.INFO, "retouch"):
         shown.begin(10, 20)
-        for done in (11, 12, 13, 20):
+        for done, now[0] in ((11, 500.0), (12, 502.0), (13, 504.0), (20, 518.0)):  # images and warming up took 500 s
             shown.advance(done, "loss 1")
     assert caplog.messages == [
         "step 11/20  loss 1", "step 12/20  loss 1  left 0:00:16", "step 13/20  loss 1  left 0:00:14",
