@@ -11,7 +11,7 @@ from datamodules.pairs import collate_pixels
 from tasks.encode import build_cache
 from tests.support.caches import only, short
 from tests.support.commands import compose, kill_when, lora_bytes
-from tests.support.losses import losses
+from tests.support.objectives import losses
 from tests.support.pictures import make_pairs
 
 

@@ -4,11 +4,9 @@ import shutil
 
 import pytest
 import torch
-from PIL import Image
 
 from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.reader import LatentReader, index_of
-from tests.support.combinations import first
 from tests.support.pictures import photograph
 from tests.support.tiny_pipelines import MODELS
 
@@ -62,25 +60,3 @@ def test_instance_prompt_is_learned_with_the_pictures_that_have_no_caption(run, 
     captions = {row["key"]: row["captions"] for row in Cache(folder, {}).rows() if "key" in row}
     assert captions["0"] == [prompt.partition("=")[2]]
     assert captions["1"] == ["make it snow and rain"]
-
-
-@pytest.mark.parametrize("model", first(1, ["z_image", "flux2_klein_4b"]))
-def test_no_scale_is_no_guidance_where_the_pipeline_guides_by_it(run, repositories, tmp_path, model):
-    settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
-    request = ["prompt=x", "width=64", "height=32", "num_inference_steps=2", *MODELS[model].settings]
-    made = []
-    for scale in ("null", "1" if model == "flux2_klein_4b" else "0"):
-        out = tmp_path / scale
-        more = ["negative_prompt=blurry"] if model == "z_image" else []
-        run("predict", *settings, *request, *more, f"guidance_scale={scale}", f"output_dir={out}")
-        made.append(Image.open(next(out.glob("*.png"))).tobytes())
-    assert made[0] == made[1]
-
-
-def test_prediction_samples_as_the_run_was_told_to(run, arguments, tmp_path):
-    more = ["model.sampling.num_inference_steps=3", "model.sampling.guidance_scale=0"]
-    run("train", *arguments("z_image", tmp_path / "run", 1, *more))
-    request = [f"lora={tmp_path / 'run'}", "prompt=x", "width=64", "height=32", f"output_dir={tmp_path / 'out'}"]
-    run("predict", *request)
-    [image] = (tmp_path / "out").glob("*.png")
-    assert "_steps3_g0_" in image.name

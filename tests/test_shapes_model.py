@@ -50,18 +50,11 @@ def test_card_edits_a_picture_in_the_stock_pipeline_and_predict_gives_the_same(r
     assert max(high for _, high in ImageChops.difference(Image.open(picture), names["picture"]).getextrema()) <= 1
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """Return overrides of the folder in which examples are drawn and encoded once."""
-    return [f"data.cache_dir={tmp_path_factory.mktemp('drawn')}"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_lora_learns_an_edit_that_the_base_does_not_have(run, drawn, tmp_path, seed):
+def test_lora_learns_an_edit_that_the_base_does_not_have(run, tmp_path):
     short = ["trainer.max_steps=60", "sample_every=0", "logger=none", "callbacks.sample_images.count=4"]
     short.append("+callbacks.validation.metrics.mask_iou._target_=report.image_metrics.MaskIoU")
-    run("train", *drawn, f"output_dir={tmp_path / 'run'}", f"seed={seed}", *short)
+    run("train", f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}", *short)
     before, after = rows(tmp_path / "run")
     assert before["step"] == 0
     assert after["val_loss"] < 0.15 * before["val_loss"]

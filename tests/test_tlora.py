@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from datamodules.pairs import collate_pixels
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
-from tests.support.losses import losses
+from tests.support.objectives import losses
 from tests.support.pictures import level
 from tests.support.same_adapters import randomize
 from tests.support.tiny_pipelines import every_model

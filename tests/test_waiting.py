@@ -9,7 +9,7 @@ import torch
 from datamodules.prefetch import Prefetcher
 from lightning_modules.edit_module import EditModule
 from tests.support.commands import short
-from tests.support.losses import EVERYTHING
+from tests.support.objectives import EVERYTHING
 from tests.support.watch import Watch
 
 SETTINGS = ["trainer.log_every_n_steps=4", "save_every=0", "data.batch_size=2", "data.caption_dropout_rate=0.3"]

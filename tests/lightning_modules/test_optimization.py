@@ -1,4 +1,4 @@
-"""The optimizer's settings are checked before anything is loaded."""
+"""Settings of the optimizer, and checkpoints with and without an average."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
+from lightning_modules.ema import EMA
 from lightning_modules.optimization import Optimization
 
 
@@ -14,3 +15,10 @@ def test_settings_that_an_optimizer_refuses_are_said_before_a_model_is_loaded(se
     refused = Optimization(partial(torch.optim.AdamW, lr=1e-4, **settings), None, 1, None)
     with pytest.raises(UserError, match=r"^optimizer: "):
         refused.check_optimizer()
+
+
+def test_average_cannot_begin_or_end_in_a_run():
+    with pytest.raises(UserError, match="the checkpoint is of a run without an average"):
+        Optimization(None, None, 1, EMA(5, "ema")).load({})
+    with pytest.raises(UserError, match=r"the checkpoint is of a run with ema\.half_life"):
+        Optimization(None, None, 1, None).load({"ema": {}})

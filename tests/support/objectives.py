@@ -1,10 +1,22 @@
-"""Latents to take training losses of, without data."""
+"""Training losses of a module, and latents to compute them for without data."""
 
 import torch
 
 from datamodules.batch import LatentBatch
 from tests.support.tiny_adapters import batch
 from tests.support.tiny_adapters import gradients as of_transformer
+
+# Every part of the objective.
+EVERYTHING = [
+    "objective/loss=pseudo_huber",
+    "objective.mask.outside=0.3",
+    "objective.edit_weight.floor=0.2",
+    "objective.weighting=cosine",
+    "objective.contrastive_guidance=2.5",
+    "objective.preserve.outside=0.7",
+    'objective.preserve.prompts=["", "keep it"]',
+    "objective.preserve.weight=0.4",
+]
 
 
 def latent_batch(draws, rejected=False, masked=False):
@@ -34,9 +46,9 @@ def noised(module, latents):
     return module.flow.noised(latents, shift, module.normalize)
 
 
-def losses(module, latents):
-    """Return the loss of each sample (B,)."""
-    return module.objective.losses(latents, noised(module, latents), module.denoise, 0)
+def losses(module, latents, step=0):
+    """Return the loss of each sample (B,) at the timestep and with the noise of its draw."""
+    return module.objective.losses(latents, noised(module, latents), module.denoise, step)
 
 
 def gradients(module, latents):

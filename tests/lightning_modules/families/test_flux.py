@@ -5,7 +5,7 @@ import torch
 
 from datamodules.pairs import collate_pixels
 from lightning_modules.family import Sampling
-from tests.support.losses import losses
+from tests.support.objectives import losses
 from tests.support.references import REFERENCES, condition_images, raw_sample
 
 REFERENCE = REFERENCES["flux_kontext"]

@@ -11,7 +11,7 @@ from lightning_modules import flow
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
 from tests.support.combinations import first
-from tests.support.losses import losses
+from tests.support.objectives import losses
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
 from tests.support.same_adapters import assert_same_gradients
 

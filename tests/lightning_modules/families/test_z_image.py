@@ -17,7 +17,7 @@ from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.execution.offload import BlockStream
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
-from tests.support.losses import losses
+from tests.support.objectives import losses
 from tests.support.references import PROMPTS, REFERENCES
 from tests.support.references import raw_sample as read_sample
 from tests.support.steps import assert_same
@@ -48,6 +48,8 @@ def raw_sample(module, index):
 def test_guidance_is_off_at_0_alone(module):
     prompts = [module.sampling_rules.negative_prompt(Sampling(5, scale, None, "blurry")) for scale in (0.0, 0.5, 1.0)]
     assert prompts == [None, "blurry", "blurry"]
+    rules = module.sampling_rules
+    assert rules.scales(Sampling(5, None, None, None)) == rules.scales(Sampling(5, 0.0, None, None)), "null is none"
 
 
 def test_what_sees_a_batch_as_one_row_is_found(module):

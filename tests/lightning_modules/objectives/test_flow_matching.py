@@ -12,7 +12,7 @@ from datamodules.errors import UserError
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.flow import FlowMatching, TimestepLaw
 from tests.support.commands import compose
-from tests.support.losses import EVERYTHING
+from tests.support.objectives import EVERYTHING
 
 FLOW = FlowMatching(TimestepLaw("uniform", 0.0, 1.0, None), "sample", seed=3)
 
@@ -160,3 +160,12 @@ def test_what_would_do_nothing_or_compare_what_dropout_makes_unlike_is_refused()
         with pytest.raises(UserError, match=rf"adapter\.dropout=0\.1: objective[.=]{name}"):
             objective(one).check_model(FluxKontext, adapter)
     objective("objective.preserve.outside=1").check_model(FluxKontext, adapter)
+    full = instantiate(compose("train", "adapter=full").adapter, _convert_="all")
+    with pytest.raises(UserError, match="adapter=full changes the base"):
+        objective("objective=dpo").check_model(FluxKontext, full)
+
+
+def test_rejected_images_without_dpo_are_noted(caplog):
+    objective().check_sizes([(((64, 64), (64, 64)), ("rejected",))])
+    [note] = caplog.messages
+    assert note.startswith("note: samples have rejected images, which objective=dpo learns from")

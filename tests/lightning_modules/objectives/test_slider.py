@@ -1,15 +1,26 @@
 """Sliders: forwards with the update as it is, backwards with exchanged pictures and the opposite update."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from hydra.utils import instantiate
 
+from datamodules.errors import UserError
+from datamodules.images.windows import ConditionImages
 from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers
+from lightning_modules.families.flux.module import FluxDev, FluxKontext
 from tests.support.combinations import first
+from tests.support.commands import compose
 from tests.support.objectives import gradients, latent_batch, losses, noised
 from tests.support.steps import assert_same, family, inputs
 from tests.support.tiny_adapters import batch, build, learn
 
 DRAWS = list(range(4))
+SIZE = (32, 32)
+SEES_IMAGES = SimpleNamespace(
+    pipeline_name="QwenImageEditPlusPipeline", condition_images=ConditionImages(1, 1, condition_image_size=1024)
+)
 
 
 def made(tiny, adapter, *more):
@@ -114,3 +125,20 @@ def test_batch_of_both_directions_is_its_samples_alone(tiny):
     together = losses(module, latent_batch(DRAWS, masked=True))
     alone = [losses(module, latent_batch([draw], masked=True)) for draw in DRAWS]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "words"),
+    [
+        (FluxDev, "lora", "FluxPipeline takes no image to edit"),
+        (SEES_IMAGES, "lora", "the text encoder of QwenImageEditPlusPipeline has seen the control"),
+        (FluxKontext, "full", "needs an adapter whose update can be negated"),
+    ],
+)
+def test_models_and_adapters_that_cannot_be_turned_are_refused(family, adapter, words):
+    settings = compose("train", "objective=slider", f"adapter={adapter}")
+    objective, adapter = (instantiate(settings[name], _convert_="all") for name in ("objective", "adapter"))
+    with pytest.raises(UserError, match=words):
+        objective.check_model(family, adapter)
+    with pytest.raises(UserError, match="needs one condition image for each target, and a sample of 32x32 has 2"):
+        objective.check_sizes([((SIZE, SIZE, SIZE), ())])
