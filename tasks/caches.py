@@ -12,10 +12,10 @@ from rich.filesize import decimal
 
 from datamodules.errors import UserError, count_of, listing, without_credentials
 from datamodules.shards.cache import USED, Cache
-from tasks.contact_sheet import write_contact_sheet
+from report.images import write_figure
+from tasks.contact_sheet import contact_sheet
 from tasks.encode import build_cache, cached_data
 from tasks.folders import in_use
-from tasks.inspect import count_kinds, faults_of
 from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
 
@@ -44,12 +44,9 @@ def preview(cfg: DictConfig, output_dir: Path) -> None:
     data = cached_data(cfg)
     data.configure_for(frozen_model(cfg))
     data.scan()
-    write_contact_sheet(data, output_dir / "preview.png")
+    write_figure(contact_sheet(data), output_dir / "preview.png")
     for note in data.notes:
         log.info(f"note: {note}")
-    if found := faults_of(data):
-        command = " ".join(["python predict.py task=inspect", *_given("data|model")])
-        log.info(f"note: inspect: {count_kinds(found)}; this shows them: {command}")
     log.info(f"done: {output_dir / 'preview.png'}")
 
 

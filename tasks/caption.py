@@ -107,14 +107,15 @@ class Caption:
     """A caption that the model has written.
 
     Attributes:
-        target, controls: paths of the images.
+        target: path of its target.
+        images: paths of all images by their role.
         file: its file; None for a sample of a table.
         cut: the answer was cut off at captioner.max_new_tokens.
     """
 
     key: str
     target: str
-    controls: list[str]
+    images: dict[str, str]
     caption: str
     file: str | None
     cut: bool
@@ -159,7 +160,7 @@ class Captions:
             Caption(
                 sample.key,
                 str(sample.target),
-                list(map(str, sample.controls)),
+                _roles(sample),
                 answer.text,
                 None if sample.caption_file is None else str(sample.caption_file),
                 answer.cut,
@@ -190,13 +191,9 @@ class Captions:
         """Write a page of images and captions to review, and log its path."""
         title, line = count_of(len(self.known), "captions"), f"written by {self.model}; change a caption in its file"
         cards = [
-            {
-                "images": [(name, Path(os.path.abspath(path)).as_uri()) for name, path in _named_images(one)],
-                "caption": one.caption,
-                "cut": one.cut,
-                "key": printable(one.key),
-                "file": printable(one.file or TABLE),
-            }
+            asdict(one)
+            | {"images": {role: Path(os.path.abspath(path)).as_uri() for role, path in one.images.items()}}
+            | {"key": printable(one.key), "file": printable(one.file or TABLE)}
             for one in self.known.values()
         ]
         with best_effort(PAGE):
@@ -216,10 +213,10 @@ class Captions:
         return path
 
 
-def _named_images(one: Caption) -> Iterator[tuple[str, str]]:
-    for number, path in enumerate(one.controls, 1):
-        yield "before" if number == 1 else f"before, {number}", path
-    yield "after" if one.controls else "image", one.target
+def _roles(sample: Sample) -> dict[str, str]:
+    """Return the paths of a sample's images by their role."""
+    controls = {"before" if n == 1 else f"before, {n}": str(path) for n, path in enumerate(sample.controls, 1)}
+    return controls | {"after" if controls else "image": str(sample.target)}
 
 
 def _row(sample: Sample, prompts: list[str]) -> dict[str, Any]:

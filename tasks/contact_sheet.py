@@ -3,7 +3,6 @@
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 
 from datamodules.batch import RawBatch
 from datamodules.pairs import PairsDataModule
-from report.images import in_a_row, plot_text, to_image, write_figure
+from report.images import in_a_row, plot_text, to_image
 
 COLUMNS = 4
 
@@ -50,17 +49,11 @@ def draw_panels(
     return figure
 
 
-def write_contact_sheet(data: PairsDataModule, path: Path) -> None:
-    """Draw the first data.preview_count samples as the model will see them, with caption, size and bucket, as a PNG.
-
-    Args:
-        data: a data module whose samples are known.
-    """
-    write_figure(contact_sheet(data), path)
-
-
 def contact_sheet(data: PairsDataModule) -> Figure:
-    """Draw samples, each with the number of its bucket: the samples of one size, with equal controls and masks."""
+    """Draw the first data.preview_count samples as the model will see them, with caption, size and bucket.
+
+    A bucket is numbered: the samples of one size, with equal controls and masks.
+    """
     buckets = {size: number for number, (size, _) in enumerate(Counter(data.sizes).most_common(), 1)}
     panels = []
     for raw, view in zip(data.pixels(data.preview_count), (data.views[index] for index in data.leading), strict=False):

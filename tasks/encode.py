@@ -107,6 +107,7 @@ def _report(data: "CachedDataModule", cache: "Cache", encoded: int) -> None:
     if cache.on_disk:
         data.open(cache)
         with best_effort("preview.png"):
-            from tasks.contact_sheet import write_contact_sheet
+            from report.images import write_figure
+            from tasks.contact_sheet import contact_sheet
 
-            write_contact_sheet(data, preview)
+            write_figure(contact_sheet(data), preview)

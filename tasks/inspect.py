@@ -20,11 +20,10 @@ from rich.table import Table
 from datamodules.errors import UserError, count_of, printable
 from datamodules.files import replacing
 from datamodules.images.decoding import open_image
-from datamodules.images.inspection import Finding, Kind, caption_findings, inspect_sample, look, repeated
+from datamodules.images.inspection import Finding, Kind, inspect_sample, look, repeated
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import resize
-from datamodules.pairs import PairsDataModule
 from lightning_modules.timing import ProgressLines
 from report.images import labelled_row, write_figure
 from tasks.contact_sheet import Panel, draw_panels
@@ -36,8 +35,6 @@ from tasks.terminal import log
 LETTERS = 36
 # Rows in the terminal, and samples on the sheet of images.
 ROWS, SHOWN = 40, 24
-# Samples up to which a preview inspects, too: a minute at most, for pairs of 12 megapixels on two cores.
-QUICK = 500
 # Images of neighbouring samples, as the control of several edits, are read once.
 REMEMBERED = 32
 # Box of an image on the sheet, in pixels, and the factor by which differences are enlarged.
@@ -69,11 +66,11 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
         panels = [_panel(findings) for findings in shown]
         write_figure(draw_panels(panels, columns=min(2, len(panels)), width=8.0, height=2.7), sheet)
         log.info(f"images of the worst: {sheet}")
-    log.info(f"done: {count_of(len(found), 'findings')} in {what}: {count_kinds(found)}; all of them: {report}")
+    log.info(f"done: {count_of(len(found), 'findings')} in {what}: {_count_kinds(found)}; all of them: {report}")
 
 
 def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet) -> list[Finding]:
-    """Return the faults of the images and captions of complete samples; no image is kept in memory.
+    """Return the faults of complete samples; no image is kept in memory.
 
     Args:
         held: indices of the samples that are held out.
@@ -89,19 +86,10 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
         pool.shutdown(cancel_futures=True)
     found = [finding for one in seen for finding in one.findings]
     found += repeated(samples, [one.target for one in seen], [one.control for one in seen], held)
-    return [*found, *caption_findings(samples)]
+    return found
 
 
-def faults_of(data: PairsDataModule) -> list[Finding]:
-    """Return the faults of scanned samples; none if there are so many that it would take long."""
-    held_out = data.validation.samples if data.validation else []
-    samples = [*data.samples, *held_out]
-    if len(samples) > QUICK:
-        return []
-    return _worst_first(find_faults(samples, set(range(len(data.samples), len(samples))), data.sample_set))
-
-
-def count_kinds(found: Sequence[Finding]) -> str:
+def _count_kinds(found: Sequence[Finding]) -> str:
     """Return the number of findings of each kind, the worst first: `3 shifted, 2 nearly equal`."""
     return ", ".join(f"{count} {kind.label}" for kind, count in Counter(finding.kind for finding in found).items())
 
@@ -128,7 +116,7 @@ def _table(found: Sequence[Finding], what: str) -> Table:
         short = key if len(key) <= LETTERS else f"...{key[3 - LETTERS :]}"
         table.add_row(escape(short), kind.label, escape(figure), kind.remedy)
     if len(found) > ROWS:
-        table.caption = f"and {len(found) - ROWS} more: {count_kinds(found[ROWS:])}"
+        table.caption = f"and {len(found) - ROWS} more: {_count_kinds(found[ROWS:])}"
     return table
 
 

@@ -47,8 +47,6 @@ ORIENTATION = 0x0112
 EXIF, INTEROPERABILITY, COLOR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
 # Levels of 255 by which profiles of sRGB differ from each other: their tables are rounded.
 ROUNDING = 2
-# x, y of white, red, green and blue of sRGB.
-PRIMARIES = 0.3127, 0.329, 0.64, 0.33, 0.3, 0.6, 0.15, 0.06
 ADOBE_RGB = Path(__file__).with_name("adobe_rgb.icc").read_bytes()
 SRGB, LAB = (ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in ("sRGB", "LAB"))
 
@@ -289,14 +287,8 @@ def _converted(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Ima
 
 
 def _profile(image: Image.Image) -> bytes | None:
-    info = image.info
-    if "icc_profile" in info:
-        return info["icc_profile"] or b""  # Pillow sets None for one that it cannot unpack
-    if image.format == "PNG" and "srgb" not in info:
-        # Programs write 2.2 for the curve of sRGB (PNG, section 11.3.2.5).
-        own = *info.get("chromaticity", PRIMARIES), info.get("gamma", 1 / 2.2)
-        if not np.allclose(own, (*PRIMARIES, 1 / 2.2), rtol=0, atol=0.01):
-            raise ValueError("of gAMA and cHRM instead of ICC")
+    if "icc_profile" in image.info:
+        return image.info["icc_profile"] or b""  # Pillow sets None for one that it cannot unpack
     return ADOBE_RGB if _is_adobe_rgb(image) else None
 
 

@@ -117,7 +117,8 @@ class Listing:
         Raises:
             UserError: a file cannot be read, or two files differ.
         """
-        prompts, name = read_captions({str(path): read_text(path) for path in self.texts.get(stem, [])}, per_line)
+        contents = {str(path): parsed(read_text(path), str(path)) for path in self.texts.get(stem, [])}
+        prompts, name = read_captions(contents, per_line)
         return prompts, self.folder / f"{stem}{CAPTION_SUFFIXES[0]}" if name is None else Path(name)
 
     def lack(self, stem: str) -> str:
@@ -292,21 +293,23 @@ def note_unread(found: Found, folder: Path) -> Found:
 # Captions of an image: one or several, in files next to it or in the columns of a table.
 
 
-def read_captions(texts: Mapping[str, str], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
+def read_captions(contents: Mapping[str, Any], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
     """Return the captions of an image and the name of the file that holds them; () and None if no file does.
 
     Args:
-        texts: contents of X.txt, X.caption and X.json by file name; any may be missing.
+        contents: of X.txt, X.caption and X.json by file name, as `parsed`; any may be missing.
         per_line: treat each line of a text as a caption.
 
     Raises:
-        UserError: a JSON file is malformed, or two files differ.
+        UserError: the only file holds no captions, or two files differ.
     """
     found: dict[str, tuple[str, ...]] = {}
     for suffix in CAPTION_SUFFIXES:
-        for name, text in texts.items():
+        for name, content in contents.items():
             if name.lower().endswith(suffix):
-                prompts = text_prompts(text, per_line) if suffix != ".json" else _json_prompts(text, name, not found)
+                prompts = (
+                    _json_prompts(content, name, not found) if suffix == ".json" else text_prompts(content, per_line)
+                )
                 found |= {name: prompts} if prompts else {}
     if len({tuple(" ".join(prompts).split()) for prompts in found.values()}) > 1:
         raise UserError(f"{' and '.join(found)} hold different captions of one image. Keep one")
@@ -324,21 +327,20 @@ def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
     return _stripped(lines if per_line else ["\n".join(lines)])
 
 
-def parse_json(text: str, name: str) -> Any:
-    """Return the content of a JSON file; raises a UserError if it is none."""
+def parsed(text: str, name: str) -> Any:
+    """Return a text as it is, but the content of a JSON file; raises a UserError if it is none."""
     try:
-        return json.loads(text)
+        return json.loads(text) if name.lower().endswith(".json") else text
     except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
 
 
-def _json_prompts(text: str, name: str, alone: bool) -> tuple[str, ...]:
+def _json_prompts(value: Any, name: str, alone: bool) -> tuple[str, ...]:
     """Return the captions of a JSON file; () if it is about something else, and not `alone`.
 
     Raises:
-        UserError: the file is not JSON, or holds no captions.
+        UserError: it holds no captions.
     """
-    value = parse_json(text, name)
     if isinstance(value, dict):
         value = next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
     prompts = None if value is None else captions_of(value)

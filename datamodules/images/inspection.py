@@ -1,4 +1,4 @@
-"""Faults of a data set, measured on small copies of its images, on their prints and in captions."""
+"""Faults of a data set, measured on small copies of its images and on their prints."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -158,7 +158,7 @@ def nearly_equal(control: Image.Image, target: Image.Image) -> bool:
 
 
 def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageFile], Look] = look) -> Inspected:
-    """Find the faults of a sample's images.
+    """Find the faults of a sample's images and captions.
 
     Args:
         sides: sides of the squares to whose area it is shrunk in training; empty for its own size.
@@ -174,6 +174,8 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageF
                 short = str(error).replace(str(path), str(path).rpartition("/")[2])
                 unreadable.append((Kind.UNREADABLE, printable(short)))
     found = [*unreadable, *_faults(sample, seen, sides)]
+    if not all(prompt.strip() for prompt in sample.prompts):
+        found.append((Kind.NO_CAPTION, "no words"))
     findings = [Finding(kind, sample.key, figure, sample) for kind, figure in found]
     target, control = seen.get(sample.target), seen.get(sample.controls[0]) if sample.controls else None
     return Inspected(findings, *(None if one is None else one.print() for one in (target, control)))
@@ -310,11 +312,3 @@ def repeated(
         if samples[index].controls[0] != samples[other].controls[0]:
             add(Kind.LEAK, index, other, "control as ")
     return list(found.values())
-
-
-def caption_findings(samples: Sequence[Sample]) -> list[Finding]:
-    """Find empty captions."""
-    empty = [one for one in samples if not all(prompt.strip() for prompt in one.prompts)]
-    if empty and len(empty) == len(samples):
-        return [Finding(Kind.NO_CAPTION, f"all {len(samples)}", "no words")]
-    return [Finding(Kind.NO_CAPTION, one.key, "no words", one) for one in empty]

@@ -20,7 +20,6 @@ from datamodules.images.samples import (
     Sample,
     Source,
     as_roots,
-    refuse_unused,
     with_settings,
 )
 from datamodules.images.windows import ConditionImages
@@ -157,7 +156,6 @@ class SampleSet:
                 images than they have.
         """
         found = self.scan()
-        refuse_unused([*self.roots, *self.val_roots], found.forms)
         notes = self._without(found.incomplete, "incomplete", "on_missing", "Complete them")
         most, data = self.condition_images.most, f"of data.root={self.paths[0]}"
         if most == 0 and (some := [one.key for one in found.samples if one.controls]):
@@ -184,8 +182,6 @@ class SampleSet:
         """
         self.require_root()
         found = self.source([replace(root, require_prompt=False) for root in self.roots])
-        if not self.val_roots:  # they are not read here, and may use a setting
-            refuse_unused(self.roots, found.forms)
         notes = self._without(found.incomplete, "incomplete", "on_missing", "Complete them")
         return replace(found, notes=(*notes, *found.notes))
 

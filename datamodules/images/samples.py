@@ -4,7 +4,7 @@ import math
 import os
 import re
 import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,23 +153,18 @@ class Found:
     Attributes:
         samples: the complete samples.
         incomplete: a line about each incomplete one.
-        forms: for each root, the setting of `FORMS` that it uses, or "".
         notes: a line about each thing that was found and not read.
+        form: the setting of `FORMS` that applies to the root, or "".
     """
 
     samples: list[Sample]
     incomplete: list[str]
-    forms: tuple[str, ...] = ("",)
     notes: tuple[str, ...] = ()
+    form: str = ""
 
     def plus(self, other: "Found") -> "Found":
         """Return both results as one."""
-        return Found(
-            self.samples + other.samples,
-            self.incomplete + other.incomplete,
-            self.forms + other.forms,
-            self.notes + other.notes,
-        )
+        return Found(self.samples + other.samples, self.incomplete + other.incomplete, self.notes + other.notes)
 
 
 # A function that finds the samples of some roots.
@@ -177,12 +172,22 @@ Source = Callable[[list[Root]], Found]
 
 
 def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
-    """Return the samples that `scan` finds in all roots, with unique and printable keys."""
+    """Return the samples that `scan` finds in all roots, with unique and printable keys.
+
+    Raises:
+        UserError: data.columns or data.pair_suffixes is set for a root that it does not apply to.
+    """
     roots = list(roots)
-    total = Found([], [], forms=())
+    total = Found([], [])
     seen: Counter[str] = Counter()
     for index, root in enumerate(roots):
         found = scan(root)
+        for setting, what in FORMS.items():
+            if getattr(root, setting) and found.form != setting:
+                raise UserError(
+                    f"data.{setting} is for {what}, and {root.path} has none: leave it out, or set it for one root, as "
+                    f"data.root=[{{path: ROOT, {setting}: ...}}]"
+                )
         samples = []
         for sample in found.samples:
             key = printable(sample.key if len(roots) == 1 else f"{root.path}/{sample.key}")
@@ -192,23 +197,6 @@ def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
         notes = tuple(map(printable, found.notes))
         total = total.plus(replace(found, samples=samples, incomplete=lines, notes=notes))
     return total
-
-
-def refuse_unused(roots: Sequence[Root], forms: Sequence[str]) -> None:
-    """Raise a UserError if data.columns or data.pair_suffixes applies to none of the roots that have it.
-
-    Args:
-        forms: see `Found`.
-    """
-    for setting, what in FORMS.items():
-        by_value: dict[str, list[tuple[Root, str]]] = defaultdict(list)
-        for root, form in zip(roots, forms, strict=False):
-            if value := getattr(root, setting):
-                by_value[str(value)].append((root, form))
-        for those in by_value.values():
-            if all(form != setting for _, form in those):
-                paths = listing([str(root.path) for root, _ in those])
-                raise UserError(f"data.{setting} is for {what}, and {paths} has none: leave it out")
 
 
 # Settings of roots.

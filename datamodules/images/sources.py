@@ -74,7 +74,7 @@ def _pairs(root: Root) -> Found:
     if endings is not None:
         first, second = Listing.of(path).halves(*endings)
         found = samples_by_name(second, [first], None, root, root.require_prompt)
-        return note_unread(replace(found, forms=("pair_suffixes",)), path)
+        return note_unread(replace(found, form="pair_suffixes"), path)
     if (table := _stored_table_of(path, root)) is not None:
         return note_unread(samples_of(table, root), path)
     images = any(is_image(name) and not is_clutter(name) for name in os.listdir(path))

@@ -59,7 +59,6 @@ class Table:
         keys: keys of the samples; None for the names of the targets.
         named: column names by role that need no guess.
         incomplete: a line about each row that could not be read.
-        notes: a line about each thing that is not read.
     """
 
     place: str
@@ -72,7 +71,6 @@ class Table:
     keys: Sequence[str] | None = None
     named: Mapping[str, list[str]] = field(default_factory=dict)
     incomplete: Sequence[str] = ()
-    notes: tuple[str, ...] = ()
 
 
 def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
@@ -115,7 +113,7 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
     unread = [name for name in images if name not in values]
     notes = (f"{table.place}: images of other columns are not read: {listing(unread)}",) if unread else ()
-    return Found(samples, incomplete, ("columns",), table.notes + notes)
+    return Found(samples, incomplete, notes, "columns")
 
 
 def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], require_prompt: bool) -> Sample:

@@ -55,7 +55,7 @@ def test_prediction_stops_after_the_current_picture(run, tmp_path, monkeypatch):
 
 
 def test_other_tasks_stop_at_once(run, pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.caches.write_contact_sheet", lambda *_: tell(signal.SIGTERM))
+    monkeypatch.setattr("tasks.caches.write_figure", lambda *_: tell(signal.SIGTERM))
     outcome = run("predict", "task=preview", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", ok=False)
     assert outcome.status == 128 + signal.SIGTERM
     assert outcome.text.splitlines()[-1] == "stopped by SIGTERM"

@@ -6,7 +6,7 @@ import hashlib
 import pytest
 from PIL import Image
 
-from tests.support.faults import picture, save_edits, save_faults, save_pair
+from tests.support.faults import picture, save_faults
 
 
 def content(folder):
@@ -24,11 +24,11 @@ def findings(output):
 def inspect(run, tiny, tmp_path):
     """Run predict.py on a root; returns what it printed and its folder."""
 
-    def inspect(root, *overrides, task="inspect"):
-        output = tmp_path / task
+    def inspect(root, *overrides):
+        output = tmp_path / "inspect"
         settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "data.resolution=512"]
         folders = [f"data.root={root}", f"output_dir={output}", f"data.cache_dir={tmp_path / 'cache'}"]
-        return run("predict", f"task={task}", *settings, *folders, *overrides).text, output
+        return run("predict", "task=inspect", *settings, *folders, *overrides).text, output
 
     return inspect
 
@@ -55,19 +55,6 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert Image.open(output / "inspect.png").width > 1000
 
 
-@pytest.mark.slow
-def test_a_shared_instruction_and_several_edits_of_one_picture_are_no_faults(inspect, tmp_path):
-    root = tmp_path / "data"
-    save_edits(root)
-    (root / "metadata.csv").write_text(
-        "file_name,control_file_name,prompt\n"
-        "training_images/inverted.png,control_images/inverted.png,invert it\n"
-        "training_images/inverted.png,control_images/inverted.png,show me the negative\n"
-        "training_images/mirrored.png,control_images/mirrored.png,mirror it\n"
-    )
-    assert "nothing found in 3 pairs" in inspect(root)[0]
-
-
 def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path):
     root, output = tmp_path / "pictures", tmp_path / "output"
     root.mkdir()
@@ -81,15 +68,3 @@ def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path
     (root / "again.txt").unlink()
     assert "nothing found in 2 samples" in run("predict", "task=inspect", *settings).text
     assert not output.exists(), "what was found before is not left there"
-
-
-@pytest.mark.slow
-def test_preview_says_what_inspect_would_find(inspect, tmp_path):
-    root = tmp_path / "data"
-    save_edits(root)
-    assert "note: inspect" not in inspect(root, task="preview")[0]
-    save_pair(root, "equal", picture("rocket"), picture("rocket"), "nothing changes in this one")
-    text, _ = inspect(root, task="preview")
-    assert "note: inspect: 1 equal" in text
-    assert "predict.py task=inspect model=flux_kontext" in text
-    assert str(root) in text.partition("task=inspect")[2]

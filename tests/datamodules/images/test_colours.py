@@ -3,7 +3,6 @@
 import io
 import logging
 import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -70,7 +69,6 @@ def of_ink():
 PROFILES = {
     "P3": of_primaries(P3, SRGB_CURVE),
     "Adobe RGB": of_primaries(ADOBE_RGB, gamma(563 / 256)),
-    "linear": of_primaries(P3, gamma(1.0)),
     "grey with gamma": profile(b"GRAY", kTRC=gamma(1.8)),
     "CMYK": of_ink(),
 }
@@ -90,8 +88,6 @@ def pixels(path):
     ("name", "mode", "suffix"),
     [
         ("P3", "RGB", ".webp"),
-        ("Adobe RGB", "RGB", ".tiff"),
-        ("linear", "RGB", ".png"),
         ("grey with gamma", "L", ".jpg"),
         ("CMYK", "CMYK", ".jpg"),
     ],
@@ -139,37 +135,6 @@ def test_lab_is_read(tmp_path):
     assert np.array_equal(pixels(tmp_path / "x.tiff"), np.asarray(expected))
 
 
-def chunks(path, **content):
-    """Put chunks behind the header of a PNG."""
-    data = path.read_bytes()
-    more = [name.encode() + value for name, value in content.items()]
-    more = b"".join(struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in more)
-    path.write_bytes(data[:33] + more + data[33:])
-
-
-GAMA = {"linear": struct.pack(">I", 100_000), "usual": struct.pack(">I", 45_455)}
-CHRM_OF_SRGB = struct.pack(">8I", 31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000)
-CHRM_OF_ADOBE = struct.pack(">8I", 31270, 32900, 64000, 33000, 21000, 71000, 15000, 6000)
-
-
-@pytest.mark.parametrize(
-    ("content", "noted"),
-    [
-        ({"gAMA": GAMA["usual"], "cHRM": CHRM_OF_SRGB}, False),
-        ({"gAMA": GAMA["linear"], "sRGB": b"\0"}, False),
-        ({"gAMA": GAMA["usual"], "cHRM": CHRM_OF_ADOBE}, True),
-    ],
-)
-def test_chunks_of_a_png_for_other_colours_are_noted(tmp_path, caplog, content, noted):
-    image = photograph("astronaut", *SIZE)
-    image.save(tmp_path / "x.png")
-    chunks(tmp_path / "x.png", **content)
-    assert np.array_equal(pixels(tmp_path / "x.png"), np.asarray(image))
-    with caplog.at_level(logging.WARNING, "retouch"):
-        assert image_facts(tmp_path / "x.png").colours == ""
-    assert ("gAMA and cHRM" in caplog.text) == noted
-
-
 @pytest.mark.parametrize(
     ("space", "index", "adobe"), [(1, "R98", False), (2, "R03", True), (65535, "R03", True), (65535, "R98", False)]
 )
@@ -201,7 +166,7 @@ def test_profiles_of_srgb_change_no_pixel_and_no_cache(tmp_path):
             assert image_facts(tmp_path / "x.png").colours == ""
 
 
-@pytest.mark.parametrize("icc", [b"junk" * 40, PROFILES["P3"][:200], PROFILES["grey with gamma"], PROFILES["CMYK"]])
+@pytest.mark.parametrize("icc", [b"junk" * 40, PROFILES["CMYK"]])
 def test_profile_that_cannot_be_used_is_a_note_that_names_the_file(tmp_path, caplog, icc):
     image = photograph("astronaut", *SIZE)
     image.save(tmp_path / "x.png", icc_profile=icc)

@@ -10,7 +10,6 @@ from datamodules.images.alignment import align
 from datamodules.images.inspection import (
     Kind,
     Print,
-    caption_findings,
     inspect_sample,
     look,
     matches,
@@ -35,7 +34,7 @@ def gray(image):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.sampled_from(("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "moon")),
     st.sampled_from(sorted(BESIDE)),
@@ -50,7 +49,7 @@ def test_a_shift_is_found_whatever_else_an_edit_does(photo, edit, x, y):
     assert found.scale == pytest.approx(1, abs=0.003)
 
 
-@pytest.mark.parametrize("photo", first(1, ["astronaut", "page", "chelsea", "brick", "retina"]))
+@pytest.mark.parametrize("photo", first(1, ["astronaut", "page"]))
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_is_no_fault(photo, edit, tmp_path):
     for name, image in zip(("control", "target"), EDITS[edit](picture(photo)), strict=True):
@@ -59,7 +58,7 @@ def test_an_edit_is_no_fault(photo, edit, tmp_path):
     assert inspect_sample(sample, (512,)).findings == []
 
 
-@pytest.mark.parametrize("photo", ["astronaut", "page", "retina"])
+@pytest.mark.parametrize("photo", ["astronaut", "page"])
 def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
     image = picture(photo)
     assert nearly_equal(image, image)
@@ -73,8 +72,8 @@ def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
 
 @pytest.mark.slow
 def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
-    """On the small copies a sharp image of 3200 pixels equals a blurred one."""
-    large = noisy(picture("gravel").resize((3200, 2400), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
+    """On the small copies a sharp image of 1600 pixels equals a blurred one."""
+    large = noisy(picture("gravel").resize((1600, 1200), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
     large.save(tmp_path / "target.png")
     large.filter(ImageFilter.GaussianBlur(0.8)).save(tmp_path / "blurred.png")
     recompressed(large, 90).save(tmp_path / "compressed.png")
@@ -118,7 +117,7 @@ def test_several_controls_are_looked_at_each_for_what_it_is(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("size", [(8, 8), (15, 4), (1, 1), (2000, 500)])
+@pytest.mark.parametrize("size", [(15, 4), (1, 1)])
 def test_a_mask_may_be_of_any_size(tmp_path, size):
     paths = [tmp_path / f"{name}.png" for name in ("target", "control", "mask")]
     width, height = max(size), min(size)
@@ -156,6 +155,8 @@ def test_a_held_out_control_that_is_learned_is_a_leak(tmp_path):
     assert repeated([one, two], targets, controls, held=set()) == []
     same_file = Sample("two", tmp_path / "2.png", one.controls, ("smile",))
     assert repeated([one, same_file], targets, controls, held={1}) == []
+    another_instruction = Sample("two", one.target, one.controls, ("lift off",))
+    assert repeated([one, another_instruction], targets[:1] * 2, controls[:1] * 2, held=set()) == []
 
 
 def test_two_small_edits_of_one_control_are_no_duplicates(tmp_path):
@@ -175,7 +176,7 @@ def test_two_small_edits_of_one_control_are_no_duplicates(tmp_path):
     assert found([control, another, control]) == [(Kind.DUPLICATE, "b", "as a"), (Kind.DUPLICATE, "c", "as a")]
 
 
-def test_empty_captions_are_faults(tmp_path):
-    samples = [Sample(name, tmp_path, (), (prompt,)) for name, prompt in (("a", "make it snow"), ("b", " "))]
-    assert [(one.kind, one.key) for one in caption_findings(samples)] == [(Kind.NO_CAPTION, "b")]
-    assert [one.key for one in caption_findings(samples[1:] * 20)] == ["all 20"]
+def test_an_empty_caption_is_a_fault(tmp_path):
+    picture("coffee").save(tmp_path / "a.png")
+    samples = [Sample("a", tmp_path / "a.png", (), (prompt,)) for prompt in ("make it snow", " ")]
+    assert [[one.kind for one in inspect_sample(each, ()).findings] for each in samples] == [[], [Kind.NO_CAPTION]]

@@ -1,6 +1,5 @@
 """One set of pairs gives the same samples in whichever form it is stored; roots and their settings."""
 
-import os
 import pickle
 import shutil
 import sys
@@ -12,13 +11,11 @@ from datamodules.errors import UserError
 from datamodules.files import Packed
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.decoding import image_size, verify_image
-from datamodules.images.resizing import Framing
-from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import Found, Root, Sample, as_roots, with_settings
 from datamodules.images.sources import find_samples
 from datamodules.images.windows import Window, load_image
 from tests.support.pictures import make_pairs
-from tests.support.stored import FORMS, as_arrow, as_parquet, as_saved, as_suffixes, as_tars, picture, prompt
+from tests.support.stored import FORMS, as_parquet, as_saved, as_tars, picture, prompt
 
 
 def content(one) -> bytes:
@@ -56,7 +53,7 @@ def test_packed_image_is_read_like_a_file_and_is_small_to_send(make, tmp_path):
     assert first.target.signature()[0] != second.target.signature()[0] != second.controls[0].signature()[0]
 
 
-@pytest.mark.parametrize("form", ["parquet", "save_to_disk", "tars"])
+@pytest.mark.parametrize("form", ["parquet", "tars"])
 def test_changed_data_set_is_hashed_again(form, tmp_path):
     root = FORMS[form](tmp_path / "mine")
     before = find_samples([Root(root)]).samples[0].target
@@ -68,7 +65,7 @@ def test_changed_data_set_is_hashed_again(form, tmp_path):
     assert hashes.get(find_samples([Root(root)]).samples[0].target) is None
 
 
-@pytest.mark.parametrize("form", [as_saved, as_parquet, as_arrow])
+@pytest.mark.parametrize("form", [as_saved, as_parquet])
 def test_one_data_set_of_two_spellings_has_the_same_images(tmp_path, monkeypatch, form):
     root = form(tmp_path / "mine")
     (tmp_path / "link").symlink_to("mine")
@@ -79,7 +76,7 @@ def test_one_data_set_of_two_spellings_has_the_same_images(tmp_path, monkeypatch
     assert str(samples[2].target) == f"{spelled[2].removesuffix('/.')} row 1 edited_image"
 
 
-@pytest.mark.parametrize("kind", ["nothing", "text", "pipe", "table that is a pipe", "table that is lost"])
+@pytest.mark.parametrize("kind", ["nothing", "text", "table that is lost"])
 def test_roots_without_one_data_set_are_refused(tmp_path, kind):
     root, message = tmp_path / "x", r"neither a folder nor a \.csv or \.jsonl table, nor a .* \.tar file"
     if kind == "nothing":
@@ -87,22 +84,17 @@ def test_roots_without_one_data_set_are_refused(tmp_path, kind):
         message = "no pairs found. Looked for metadata.jsonl.*training_images/images/target/targets .*control_images"
     elif kind == "text":
         root.write_text("")
-    elif kind == "pipe":
-        os.mkfifo(root)
     else:
-        make_pairs(root, [(32, 32)])
-        table = root / "metadata.csv"
-        os.mkfifo(table) if "pipe" in kind else table.symlink_to("/nowhere")
-        message = f"cannot read {table}: it is a {'pipe' if 'pipe' in kind else 'link to /nowhere'}"
+        (make_pairs(root, [(32, 32)]) / "metadata.csv").symlink_to("/nowhere")
+        message = f"cannot read {root}/metadata.csv: it is a link to /nowhere"
     with pytest.raises(UserError, match=message) as error:
         find_samples([Root(root)])
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/{000..012}.tar", "https://me:secret@host/pairs.tar", "gs://bucket/x"])
-def test_remote_images_are_to_be_copied(url):
+def test_remote_images_are_to_be_copied():
     with pytest.raises(UserError, match="copy them here first") as error:
-        find_samples([Root(url)])
+        find_samples([Root("https://me:secret@host/pairs.tar")])
     assert "secret" not in str(error.value)
 
 
@@ -132,14 +124,10 @@ def test_a_root_has_its_own_settings_and_the_others_of_all():
     [
         ({"repeats": 2}, r"the path is missing. Write \{path: FOLDER, repeats: 2\}"),
         ({"path": "x", "repeat": 2}, "a root has no setting repeat; choose from path, repeats, weight, resolution"),
-        ({"path": "x", "require_prompt": False}, "a root has no setting require_prompt"),
         ({"path": "x", "repeats": 0}, "data.root=x: repeats=0: must be a whole number from 1 to 10000"),
-        ({"path": "x", "weight": -1}, "data.root=x: weight=-1: must be a number from 0 on"),
         ({"path": "x", "resolution": 8}, "resolution=8: must be a whole number from 16 to 4096, a list of them"),
-        ({"path": "x", "trigger_word": 5}, "data.root=x: trigger_word=5: must be text or null"),
         ({"path": "x", "columns": ["a"]}, "columns=.*: must be as {control: photo, target: graded}"),
         ({"path": "x", "pair_suffixes": ["_a", "_a"]}, "pair_suffixes=.*: must be two different endings"),
-        ({"path": "x", "caption_per_line": "maybe"}, "caption_per_line=maybe: must be true or false"),
     ],
 )
 def test_wrong_settings_are_refused_for_a_root_and_for_all(root, message):
@@ -155,9 +143,7 @@ def test_wrong_settings_are_refused_for_a_root_and_for_all(root, message):
     ("caption", "prefix", "read"),
     [
         ("make it snow", "", "sks, make it snow"),
-        ("", "", "sks"),
         ("who asks for it", "", "sks, who asks for it"),
-        ("an sks dog", "a photo, ", "a photo, an sks dog"),
         ("[trigger] in [trigger]", "", "sks in sks"),
         ("snow", "a photo of [trigger], ", "a photo of sks, snow"),
     ],
@@ -168,46 +154,13 @@ def test_trigger_word_is_in_every_caption_once(caption, prefix, read):
     assert sample.prompts == (read,)
 
 
-COLUMNS, ENDS = {"control": "source", "target": "target"}, ["_start", "_end"]
-
-
-@pytest.fixture
-def roots(tmp_path):
-    made = {
-        "folders": make_pairs(tmp_path / "folders", [(32, 32)]),
-        "tars": as_tars(tmp_path / "tars"),
-        "suffixes": as_suffixes(tmp_path / "suffixes"),
-    }
-    return {name: str(path) for name, path in made.items()}
-
-
-def sample_set(root, val_root=None, source=find_samples, **settings):
-    framing = Framing("exact", upscale=False, crop="center", crop_count=1, flip=False)
-    defaults = {"resolution": None, "columns": None, "pair_suffixes": None}
-    return SampleSet(root, val_root, source, "error", "error", framing, **defaults | settings)
-
-
-@pytest.mark.parametrize(
-    ("form", "setting", "message"),
-    [
-        ("folders", {"columns": {"goal": "x"}}, r"data.columns is for tables, .* and .*/folders has none"),
-        ("suffixes", {"columns": COLUMNS}, "data.columns is for .* and .*/suffixes has none: leave it out"),
-        ("folders", {"pair_suffixes": ENDS}, r"data.pair_suffixes is for pairs in one folder, and .*ers has"),
-        ("tars", {"pair_suffixes": ENDS}, r"data.pair_suffixes is .* has none: leave it out"),
-    ],
-)
-def test_a_setting_that_no_root_uses_is_refused(roots, form, setting, message):
-    for several in (sample_set(roots[form], **setting), sample_set({"path": roots[form], **setting})):
-        for find in (several.find, several.find_uncaptioned_too):
-            with pytest.raises(UserError, match=message) as error:
-                find()
-            assert "\n" not in str(error.value)
-
-
-def test_a_setting_of_all_is_for_the_roots_of_its_form_and_one_of_a_root_for_its_own(roots):
-    settings = {"columns": COLUMNS, "pair_suffixes": ENDS}
-    assert len(sample_set(list(roots.values()), **settings).find().samples) == 9
-    assert len(sample_set(roots["folders"], [roots["tars"], roots["suffixes"]], **settings).find().samples) == 9
-    assert len(sample_set(roots["folders"], roots["tars"], columns=COLUMNS).find_uncaptioned_too().samples) == 1
-    with pytest.raises(UserError, match=r"data.columns is for .* and .*/folders has none"):
-        sample_set([{"path": roots["folders"], "columns": {"target": "image"}}, roots["tars"]], columns=COLUMNS).find()
+def test_a_setting_that_does_not_apply_to_a_root_is_refused(tmp_path):
+    folders, tars = make_pairs(tmp_path / "folders", [(32, 32)]), as_tars(tmp_path / "tars")
+    columns = {"control": "source", "target": "target"}
+    assert len(find_samples([Root(folders), Root(tars, columns=columns)]).samples) == 5
+    for root, message in (
+        (Root(folders, columns=columns), "data.columns is for tables, .* and .*/folders has none: leave it out, or"),
+        (Root(tars, pair_suffixes=("_start", "_end")), "data.pair_suffixes is for pairs in one folder, and .* has"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_samples([root])
