@@ -22,6 +22,7 @@ from tests.support.commands import COUNTS, Outcome, run_here, short
 from tests.support.composition import keep_compositions
 from tests.support.gallery import Folders, Gallery, Runs, once, shared_folder
 from tests.support.pictures import make_pairs, photograph
+from tests.support.servers import bucket, moto_server, s3  # noqa: F401
 from tests.support.several_runs import start_two
 from tests.support.tiny_pipelines import MODELS
 from tests.support.warm import Warm, connect, serve

@@ -6,54 +6,34 @@ import socket
 from functools import partial
 from pathlib import Path
 
-import boto3
 import pytest
 
-from datamodules.shards import transfer
 from datamodules.shards.cache import open_cache
 from datamodules.shards.reader import open_shards
 from datamodules.shards.transfer import Bucket
-from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
 from tests.support.caches import cache_overrides, encoded, only
 from tests.support.commands import short
 from tests.support.latents import content, fill
 from tests.support.pictures import make_pairs
 from tests.support.several_runs import as_rank
 
-URL = "s3://caches/of/all"
+URL = "s3://own/of/all"
 NAME = "0123456789abcdef"
-
-
-@pytest.fixture
-def bucket(s3, tmp_path, monkeypatch):  # noqa: F811
-    """An empty bucket, and a machine that has nothing of it."""
-    monkeypatch.setattr(transfer, "PAUSE", 0.01)
-    monkeypatch.chdir(tmp_path)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="caches")
-    yield client
-    for key in keys(client):
-        client.delete_object(Bucket="caches", Key=key)
-    client.delete_bucket(Bucket="caches")
-
-
-def keys(bucket):
-    pages = bucket.get_paginator("list_objects_v2").paginate(Bucket="caches")
-    return [one["Key"] for page in pages for one in page.get("Contents", [])]
 
 
 def names(bucket):
     """The names in the one cache of the bucket."""
-    assert len({key.split("/")[2] for key in keys(bucket)}) <= 1
-    return {key.split("/", 3)[3] for key in keys(bucket)}
+    keys = [one.key for one in bucket.objects.all()]
+    assert len({key.split("/")[2] for key in keys}) <= 1
+    return {key.split("/", 3)[3] for key in keys}
 
 
 def downloaded(bucket, folder):
     """A copy of the one cache, as a folder."""
-    for key in keys(bucket):
-        path = folder / Path(key).relative_to("of/all")
+    for one in bucket.objects.all():
+        path = folder / Path(one.key).relative_to("of/all")
         path.parent.mkdir(parents=True, exist_ok=True)
-        bucket.download_file("caches", key, str(path))
+        bucket.download_file(one.key, str(path))
     return only(folder)
 
 
@@ -96,7 +76,7 @@ def test_only_task_cache_accepts_a_cache_in_a_bucket(bucket, run, tiny, pairs, t
     assert f"data.shards={URL}/FINGERPRINT instead of" in error
     clean = ["task=clean", *bucket_overrides(tiny, pairs, tmp_path)[1:]]
     assert f"data.cache_dir={URL}: task=clean deletes folders of this machine" in run("predict", *clean, ok=False).error
-    assert not keys(bucket)
+    assert not names(bucket)
     elsewhere = [*short(tiny, pairs, tmp_path / "run", 1), "data.cache_dir=https://host/folder"]
     assert ": name a folder, or one in s3://, gs:// or az://" in run("train", *elsewhere, ok=False).error
 
@@ -176,8 +156,8 @@ def test_another_machine_encodes_only_the_samples_that_a_bucket_lacks(bucket, tm
     cache = build(build(new_cache(), 4), 3, first=4)
     whole = content(downloaded(bucket, tmp_path / "copy"))
     (tar,) = {row["shard"] for row in cache.rows() if row["id"] == "id5"}
-    bucket.delete_object(Bucket="caches", Key=f"of/all/{NAME}/{tar}")
-    bucket.delete_object(Bucket="caches", Key=f"of/all/{NAME}/manifest.json")
+    bucket.Object(f"of/all/{NAME}/{tar}").delete()
+    bucket.Object(f"of/all/{NAME}/manifest.json").delete()
     elsewhere(tmp_path, monkeypatch, "other")
     assert new_cache().sample_ids() == ids(*range(4))
     build(new_cache(), 3, first=4)

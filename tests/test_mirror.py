@@ -8,41 +8,30 @@ import threading
 import time
 from types import SimpleNamespace
 
-import boto3
 import obstore
 import pytest
 
 from datamodules.errors import UserError
 from datamodules.files import replacing
-from datamodules.shards import transfer
 from runs.run_folder import RunFolder
 from runs.signals import stop
 from tasks import mirror as module
 from tasks.mirror import Mirror
 from tasks.resolvers import work_folder
 from tasks.terminal import configure_logging
-from tests.datamodules.shards.conftest import moto_server, s3  # noqa: F401
 from tests.support.commands import kill_when, lora_bytes, short
 from tests.support.several_runs import start_two
 
-URL = "s3://runs/of/snow"
+URL = "s3://own/of/snow"
 
 
-@pytest.fixture
-def bucket(s3, tmp_path, monkeypatch):  # noqa: F811
-    """An empty bucket, and a machine that has nothing of it."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def poll(monkeypatch):
     monkeypatch.setattr(module, "POLL", 0.1)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="runs")
-    yield client
-    for one in client.list_objects_v2(Bucket="runs").get("Contents", []):
-        client.delete_object(Bucket="runs", Key=one["Key"])
-    client.delete_bucket(Bucket="runs")
 
 
 def names(bucket):
-    return {one["Key"].removeprefix("of/snow/") for one in bucket.list_objects_v2(Bucket="runs").get("Contents", [])}
+    return {one.key.removeprefix("of/snow/") for one in bucket.objects.all()}
 
 
 def here(folder):
@@ -116,7 +105,6 @@ def test_a_run_continues_while_its_bucket_is_away_and_is_uploaded_at_its_end(mir
             raise ConnectionResetError("reset")
         return put(*args, **more)
 
-    monkeypatch.setattr(transfer, "PAUSE", 0.01)
     monkeypatch.setattr(obstore, "put", fail)
     mirror.download(resumes=True)
     mirror.thread.start()
@@ -146,7 +134,7 @@ def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch
     monkeypatch.setattr(obstore, "put", noted)
     mirror.upload()
     assert order[-2:] == ["last.ckpt", "finished.json"]
-    last = bucket.get_object(Bucket="runs", Key="of/snow/checkpoints/last.ckpt")["Body"].read()
+    last = bucket.Object("of/snow/checkpoints/last.ckpt").get()["Body"].read()
     assert last == b"of step 2", "the weights of the newer one may not be there"
     mirror.upload()
     assert sorted(order[5:7]) == ["config.yaml", "metrics.csv"]
@@ -156,7 +144,6 @@ def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch
 def test_a_download_that_is_not_what_was_uploaded_is_made_again(mirror, bucket, elsewhere, monkeypatch, capfd):
     save(mirror.run, 2)
     mirror.upload()
-    monkeypatch.setattr(transfer, "PAUSE", 0.01)
     get, wrong = obstore.get, []
 
     def flipped(store, name, **more):
@@ -210,7 +197,7 @@ def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewher
 def test_the_side_with_more_steps_replaces_the_other(mirror, elsewhere, bucket):
     """After a kill between a checkpoint and its upload; the console of S3 has created empty objects for folders."""
     for key in ("of/snow/", "of/snow/checkpoints/"):
-        bucket.put_object(Bucket="runs", Key=key)
+        bucket.put_object(Key=key)
     save(mirror.run, 2)
     mirror.upload()
     save(mirror.run, 4)
@@ -240,7 +227,7 @@ def test_a_machine_does_not_replace_what_another_has_saved(mirror, bucket, elsew
     mirror.thread.start()
     assert f"{mirror.run} is not completely there: another machine has saved a checkpoint there" in mirror.finish()
     assert content(mirror.run) == mine
-    assert bucket.get_object(Bucket="runs", Key="of/snow/checkpoints/last.ckpt")["Body"].read() == b"of step 6"
+    assert bucket.Object("of/snow/checkpoints/last.ckpt").get()["Body"].read() == b"of step 6"
 
 
 @pytest.mark.parametrize("arrives", [False, True])
@@ -331,7 +318,7 @@ def test_everything_is_uploaded_again_after_a_loss(mirror, bucket, lost):
     if lost == "note":
         mirror.note.write_text("{")
     for name in everything if lost == "bucket" else ():
-        bucket.delete_object(Bucket="runs", Key=f"of/snow/{name}")
+        bucket.Object(f"of/snow/{name}").delete()
     started(mirror.run).upload()
     assert names(bucket) == everything
 

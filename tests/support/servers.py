@@ -1,7 +1,8 @@
-"""Servers on the loopback address: a hub of one repository, and a server of shards with faults."""
+"""Servers on the loopback address: a hub of one repository, a server of shards with faults, and S3."""
 
 import hashlib
 import json
+import os
 import urllib.error
 import urllib.request
 import zlib
@@ -13,6 +14,10 @@ from pathlib import Path
 from threading import Thread
 from typing import ClassVar
 from urllib.parse import unquote, urlparse
+
+import pytest
+
+from datamodules.shards import stores, transfer
 
 NAME = "owner/name"
 REVISION = "a" * 40
@@ -157,3 +162,44 @@ def upload(folder):
     client.create_bucket(Bucket="bucket")
     for path in folder.iterdir():
         client.upload_file(str(path), "bucket", f"folder/{path.name}")
+
+
+@pytest.fixture(scope="session")
+def moto_server():
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def s3(moto_server, monkeypatch):
+    """Start an S3 server, and clear all other AWS settings of the environment."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    settings = {
+        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE",
+        "AWS_SECRET_ACCESS_KEY": "secretsecretsecret",
+        "AWS_ENDPOINT_URL": moto_server,
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    stores._bucket.cache_clear()
+    yield moto_server
+    stores._bucket.cache_clear()
+
+
+@pytest.fixture
+def bucket(s3, tmp_path, monkeypatch):
+    """An empty bucket, s3://own, and a machine that has nothing of it."""
+    monkeypatch.setattr(transfer, "PAUSE", 0.01)
+    monkeypatch.chdir(tmp_path)
+    import boto3
+
+    bucket = boto3.resource("s3").create_bucket(Bucket="own")
+    yield bucket
+    bucket.objects.delete()
+    bucket.delete()
