@@ -14,9 +14,9 @@ from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import samples_per_batch
-from datamodules.shards.cache import Cache, Folder, open_cache
-from datamodules.shards.fingerprint import FINGERPRINT, check_preserved, fingerprint, fingerprint_parts, memo
+from datamodules.shards.cache import FINGERPRINT, Cache, Folder, open_cache
 from datamodules.shards.reader import EncodedSample, LatentReader, hold_out, open_shards
+from datamodules.shards.stores import working_folder
 from datamodules.shards.transfer import Bucket
 
 
@@ -69,8 +69,8 @@ class CachedDataModule(PairsDataModule):
 
     def cache(self, model: Model) -> Cache:
         """Return the cache for this model's encodings."""
-        parts = fingerprint_parts(model, memo(self.cache_dir))
-        return open_cache(self.cache_dir, fingerprint(parts), parts)
+        memo = working_folder(self.cache_dir) / "models.jsonl"
+        return open_cache(self.cache_dir, model.encoder.fingerprint_parts(memo))
 
     def setup(self, stage: str) -> None:
         model = model_of(self.run)
@@ -112,7 +112,11 @@ class CachedDataModule(PairsDataModule):
             raise UserError("data.val_root needs data.root. To hold out samples of data.shards, set data.val_count.")
         path = Path(url).expanduser()
         self.source = Folder(path) if path.is_dir() else Bucket(url, "data.shards", writes=False)
-        check_preserved(self.preserve_prompts, f"data.shards={self.source}")
+        if others := [f'"{prompt}"' for prompt in self.preserve_prompts if prompt]:
+            raise UserError(
+                f"objective.preserve.prompts: data.shards={self.source} contains no conditioning of {listing(others)}. "
+                'Train on data.root, which is encoded with it, or preserve [""] only.'
+            )
         samples = open_shards(self.source, wanted.parts)
         if self.preserve_prompts:
             samples = [sample.preserving([sample.empty_prompt]) for sample in samples]

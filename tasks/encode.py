@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from datamodules.errors import UserError, count_of, without_credentials
-from datamodules.shards.fingerprint import FINGERPRINT
+from datamodules.shards.cache import FINGERPRINT
 from runs.run_folder import best_effort
 from runs.shares import of_all, of_first
 from runs.signals import Stopped

@@ -18,7 +18,6 @@ from tests.support.pictures import make_pairs
 from tests.support.several_runs import as_rank
 
 URL = "s3://own/of/all"
-NAME = "0123456789abcdef"
 
 
 def names(bucket):
@@ -107,7 +106,7 @@ def test_machines_without_a_common_disk_build_one_cache(bucket, run, start, tiny
 
 
 def new_cache():
-    return open_cache(URL, NAME, {"dtype": "bfloat16"})
+    return open_cache(URL, {"dtype": "bfloat16"})
 
 
 def build(cache, count, first=0):
@@ -120,7 +119,8 @@ def build(cache, count, first=0):
 
 def streamed():
     """The ids that a reader of the bucket finds."""
-    samples = open_shards(Bucket(f"{URL}/{NAME}", "data.shards"), {"dtype": "bfloat16"})
+    cache = new_cache()
+    samples = open_shards(Bucket(str(cache), "data.shards"), cache.parts)
     return {sample.key.replace("sample ", "id") for sample in samples}
 
 
@@ -156,8 +156,8 @@ def test_another_machine_encodes_only_the_samples_that_a_bucket_lacks(bucket, tm
     cache = build(build(new_cache(), 4), 3, first=4)
     whole = content(downloaded(bucket, tmp_path / "copy"))
     (tar,) = {row["shard"] for row in cache.rows() if row["id"] == "id5"}
-    bucket.Object(f"of/all/{NAME}/{tar}").delete()
-    bucket.Object(f"of/all/{NAME}/manifest.json").delete()
+    bucket.Object(f"of/all/{cache.folder.name}/{tar}").delete()
+    bucket.Object(f"of/all/{cache.folder.name}/manifest.json").delete()
     elsewhere(tmp_path, monkeypatch, "other")
     assert new_cache().sample_ids() == ids(*range(4))
     build(new_cache(), 3, first=4)

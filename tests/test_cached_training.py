@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from PIL import Image
 
 from datamodules.pairs import collate_pixels
+from datamodules.shards.reader import EncodedSample, Place
 from tasks.encode import build_cache
 from tests.support.caches import only, short
 from tests.support.commands import compose, kill_when, lora_bytes
@@ -61,25 +62,19 @@ def test_resumed_run_on_cached_data_is_bitwise_the_uninterrupted_one_after_kill_
     assert lora_bytes(tmp_path / "whole", "step-000012") != lora_bytes(tmp_path / "whole")
 
 
-def test_token_budget_makes_large_pictures_small_batches(run, tiny, tmp_path):
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 8 + [(64, 64)] * 4)
-    cfg = compose(
-        "train",
-        *short(tiny, root, tmp_path / "run", 1),
-        "model.max_sequence_length=64",
-        "data.max_tokens_per_batch=300",
+def test_token_budget_makes_large_images_small_batches():
+    data = instantiate(compose("train", "data.root=unread", "data.max_tokens_per_batch=300").data)
+    place = Place("latents-00000-000000.tar", 0, 0, 0, 0)
+    large, small = ((((side, side),), ()) for side in (64, 32))
+    data.use_encoded(
+        [
+            EncodedSample("", size, tokens, True, place, [place], place)
+            for size, tokens in ((large, 90), (small, 72), (large, 96), (small, 70))
+        ]
     )
-    data, module = instantiate(cfg.data), instantiate(cfg.model)
-    build_cache(cfg, data)
-    data.open(data.cache(module))
-    # 64 tokens of text, and 4 or 16 for each of two pictures.
-    assert sorted(data.batch_limits().values()) == [3, 4]
+    assert data.batch_limits() == {large: 3, small: 4}
     data.max_tokens_per_batch = 80
-    data.open(data.cache(module))
-    assert sorted(data.batch_limits().values()) == [1, 1]
-    assert data.notes[-1:] == [
-        "4 samples have more tokens than data.max_tokens_per_batch=80: each is a batch of its own"
-    ]
+    assert data.batch_limits() == {large: 1, small: 1}
 
 
 def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):

@@ -6,6 +6,7 @@ into manifest.json. The next build reads the samples of a killed one from its ta
 """
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -27,14 +28,24 @@ log = logging.getLogger("retouch")
 
 Parsed = TypeVar("Parsed")
 
+# Increased when the shard format changes.
+FORMAT = 3
+# The word in data.shards that is replaced by the fingerprint of the run.
+FINGERPRINT = "FINGERPRINT"
 MANIFEST = "manifest.json"
 # The modification time of this file is the last use of the cache.
 USED = ".used"
 REMEDY = "delete it and start again: its samples are encoded again; if data.shards names it, copy it again"
 
 
-def open_cache(cache_dir: str, name: str, parts: Mapping[str, Any]) -> "Cache":
-    """Return the cache of this fingerprint in data.cache_dir."""
+def open_cache(cache_dir: str, parts: Mapping[str, Any]) -> "Cache":
+    """Return the cache in data.cache_dir for these settings, whose hash, the fingerprint, is its name.
+
+    Args:
+        parts: all settings that encoded tensors depend on.
+    """
+    parts = {"format": FORMAT, **parts}
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     folder = working_folder(cache_dir) / name
     if "://" not in cache_dir:
         return Cache(folder, parts)

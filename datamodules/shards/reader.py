@@ -1,5 +1,7 @@
 """The samples of a cache: found by its index, and read as batches by random access into its tars."""
 
+import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,9 +21,10 @@ from datamodules.images.resizing import Size
 from datamodules.images.sample_set import choose_held_out
 from datamodules.sampler import drawn_caption, drawn_preserved
 from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
-from datamodules.shards.fingerprint import check_fit
 from datamodules.shards.tar import Row, parse_part, size_of
 from datamodules.shards.transfer import Bucket
+
+log = logging.getLogger("retouch")
 
 
 class Place(NamedTuple):
@@ -123,6 +126,34 @@ def open_shards(source: Folder | Bucket, wanted: Mapping[str, Any]) -> list[Enco
     if not index.samples:
         raise UserError(f"{where}: it contains no samples. Choose another cache.")
     return list(index.samples.values())
+
+
+def check_fit(built: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+    """Compare the parts of a cache with those of this run.
+
+    Other library versions are only noted: the last bits may be rounded differently.
+
+    Args:
+        where: the cache, for messages.
+
+    Raises:
+        UserError: any other part differs.
+    """
+    different = sorted(name for name in built.keys() | wanted.keys() if built.get(name) != wanted.get(name))
+    if different == ["versions"]:
+        log.warning(
+            f"note: {where} was encoded with {_show(built['versions'])}, this run has {_show(wanted['versions'])}"
+        )
+    elif different:
+        what = ", ".join(f"{name} {_show(built.get(name))} (here {_show(wanted.get(name))})" for name in different)
+        raise UserError(
+            f"{where} does not match this run: it was encoded with {what}. Encode it again, or change these settings."
+        )
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value).translate(str.maketrans("", "", '{}"'))
+    return text if len(text) < 100 else f"{text[:97]}..."
 
 
 def hold_out(samples: list[EncodedSample], count: int) -> tuple[list[EncodedSample], list[EncodedSample]]:

@@ -13,8 +13,7 @@ from datamodules.images.windows import Window
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import drawn_caption
 from datamodules.shards.cache import Cache, Folder
-from datamodules.shards.fingerprint import check_fit
-from datamodules.shards.reader import LatentReader, index_of
+from datamodules.shards.reader import LatentReader, check_fit, index_of
 from datamodules.shards.tar import prompt_id, sample_id
 from tasks.terminal import configure_logging
 from tests.support.latents import tensors
