@@ -15,10 +15,6 @@ from tests.support.several_runs import DDP, start_ranks, start_two
 
 pytestmark = pytest.mark.slow
 
-LINES = {
-    "mistake": "pair 7 is damaged: delete it",
-    "error": "RuntimeError: nobody has thought of it",
-}
 LOST = "another process of this run has ended. Its own line says why; if it has none, it was killed"
 
 
@@ -69,12 +65,7 @@ def members(session):
 
 @pytest.mark.parametrize(
     ("launcher", "rank", "how", "others"),
-    [
-        ("lightning", 0, "kill", "hang"),
-        ("torchrun", 1, "kill", "step"),
-        ("lightning", 1, "mistake", "step"),
-        ("torchrun", 0, "error", "step"),
-    ],
+    [("torchrun", 0, "kill", "step"), ("lightning", 1, "mistake", "hang")],
 )
 def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, others):
     """Cases: a step of gloo, and a library that does not return, like NCCL when a process is missing."""
@@ -89,11 +80,9 @@ def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, 
     print(f"{launcher}: all ended {seconds:.1f} s after {how} of process {rank}, status {status}")
     assert seconds < 20, text
     assert status, text
-    if how != "kill":
-        assert text.count(LINES[how]) == 1, text
-    elif rank == 1:
-        assert LOST in text or "Signal 9 (SIGKILL) received by PID" in text, text
-    assert text.count("Error executing job") == (how == "error"), text
+    line = "Signal 9 (SIGKILL) received by PID" if how == "kill" else "pair 7 is damaged: delete it"
+    assert text.count(line) == 1, text
+    assert "Error executing job" not in text, text
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
 
 
