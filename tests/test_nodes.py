@@ -80,7 +80,7 @@ def test_two_nodes_are_one_process_with_the_doubled_batch_also_when_an_agent_is_
     text = logs(tmp_path)
     assert text.count("encoded 8 samples") == 1, text
     assert text.count("done: ") == 1, text
-    assert "after step 2" in text, text
+    assert "resumed    after step" in text, text
     assert_same_weights(folder, tmp_path / "alone" / "run", rtol=1e-4, atol=1e-6)
     ids = [only(tmp_path / name / "cache").sample_ids() for name in ("alone", "both")]
     assert ids[0] == ids[1]
