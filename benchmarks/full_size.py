@@ -111,13 +111,11 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="flux_kontext")
-    parser.add_argument("--folder", help="a local model's configuration, in place of the real one")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "fp8", "nf4"])
     parser.add_argument("--size", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--checkpointing", nargs="+", default=["full", "none"])
-    parser.add_argument("--matrix", type=int, default=8192, help="side of the product that the peak is measured by")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
     parser.add_argument("settings", nargs="*", help="of train.py: adapter=tlora, model.compile=true, ...")
@@ -125,13 +123,11 @@ def main() -> None:
     silence_libraries()
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = matrix_peak(device, options.matrix)
+    peak = matrix_peak(device)
     print(f"{name}: {peak / 1e12:.1f} TFLOP/s in bf16 products")
     rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or temporary
-        if folder == temporary:
-            write_shallow(options.model, None, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        write_shallow(options.model, None, folder)
         for precision in options.precisions:
             module = build(options.model, folder, precision, device, *options.settings)
             for side in options.size:

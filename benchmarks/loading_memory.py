@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import nn
 
 from benchmarks.made_up_weights import write_encoder, write_transformer
@@ -40,9 +41,8 @@ def load(way: str, folder: str) -> int:
 
     host = torch.device("cpu")
     if way == "encoder nf4":
-        quantization = instantiate(quantization_settings("nf4"), components_to_quantize=["text_encoder_2"])
-        places = {"text_encoder": None, "vae": None}
-        parts = Components(folder, None, torch.bfloat16, places, lambda: host, StageTimer(), quantization)
+        places, nf4 = {"text_encoder": None, "vae": None}, quantization("nf4", "text_encoder_2")
+        parts = Components(folder, None, torch.bfloat16, places, lambda: host, StageTimer(), nf4)
         return nbytes(parts["text_encoder_2"])
     return nbytes(flux(folder, way).base.source.load(host))
 
@@ -54,13 +54,10 @@ def flux(folder: str, format: str) -> Any:
     return frozen_model(compose("flux_kontext", folder, "bfloat16", *more))
 
 
-def quantization_settings(format: str) -> Any:
-    """Return the quantization settings of a YAML."""
-    from omegaconf import OmegaConf
-
+def quantization(format: str, *components: str) -> Any:
+    """Return the usual quantization in a format."""
     settings = OmegaConf.load(ROOT / "conf" / "model" / "quantization" / "fp8.yaml")
-    settings.merge_with({"format": format})
-    return settings
+    return instantiate(settings, format=format, components_to_quantize=components)
 
 
 def child(way: str, folder: str) -> None:
@@ -70,7 +67,7 @@ def child(way: str, folder: str) -> None:
     configure_logging()
     silence_libraries()
     for format in QUANTIZED:
-        instantiate(quantization_settings(format)).quantize(nn.Linear(64, 64, dtype=torch.bfloat16))
+        quantization(format).quantize(nn.Linear(64, 64, dtype=torch.bfloat16))
     flux(folder, "bf16") if way != "encoder nf4" else None
     print("ready", flush=True)
     sys.stdin.readline()

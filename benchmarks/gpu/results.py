@@ -1,7 +1,6 @@
 """The results of the parts: JSON for programs, a table for people."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,10 @@ COLUMNS = {
 
 
 def write(path: Path, head: Mapping[str, Any], records: Mapping[str, Record]) -> None:
-    """Write PATH.json and PATH.md atomically."""
+    """Write PATH.json and PATH.md."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path.with_suffix(".json"), json.dumps({**head, "results": records}, indent=1, default=str) + "\n")
-    _replace(path.with_suffix(".md"), table(head, records))
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    path.with_suffix(".json").write_text(json.dumps({**head, "results": records}, indent=1, default=str) + "\n")
+    path.with_suffix(".md").write_text(table(head, records), encoding="utf-8")
 
 
 def table(head: Mapping[str, Any], records: Mapping[str, Record]) -> str:

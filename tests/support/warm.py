@@ -15,7 +15,7 @@ from subprocess import TimeoutExpired
 from tests.support.commands import ROOT
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.support.imported"])
+CONTEXT.set_forkserver_preload(["benchmarks.fault_kinds.imported", "tests.support.tiny_pipelines"])
 SERVER = multiprocessing.forkserver._forkserver
 
 
