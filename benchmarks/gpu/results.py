@@ -36,7 +36,8 @@ def table(head: Mapping[str, Any], records: Mapping[str, Record]) -> str:
         lines += ["| check | | seconds |", "|---|---|---|"]
         lines += [f"| {name} | {record['status']} | {record['seconds']:.1f} |" for name, record in checks.items()]
         for name, record in checks.items():
-            lines += ["", f"## {name}", "", *[f"- {one}" for one in record["wrong"]], *_facts(record["facts"])]
+            facts = [f"- {fact}: {value}" for fact, value in record["facts"].items()]
+            lines += ["", f"## {name}", "", *[f"- {one}" for one in record["wrong"]], *facts]
         lines.append("")
     if rows := [record for record in records.values() if "row" in record]:
         lines += ["## speed", "", f"| {' | '.join(['', *COLUMNS.values()])} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
@@ -48,17 +49,6 @@ def table(head: Mapping[str, Any], records: Mapping[str, Record]) -> str:
                 numbers[0] = "out of memory" if "out_of_memory" in facts else record["status"]
             lines.append(f"| {' | '.join([what, *numbers])} |")
     return "\n".join(lines) + "\n"
-
-
-def _facts(facts: Mapping[str, Any]) -> list[str]:
-    """Yield a line for each fact, with nested tables in one line."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{name} {text(one)}" for name, one in value.items())
-        return str(value)
-
-    return [f"- {name}: {text(value)}" for name, value in facts.items()]
 
 
 def failures(records: Mapping[str, Record]) -> list[str]:
