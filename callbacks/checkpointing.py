@@ -1,6 +1,7 @@
 """model.gradient_checkpointing=auto: the least recomputation that fits into the GPU memory."""
 
 import logging
+import math
 from typing import Any
 
 import lightning.pytorch as L
@@ -9,7 +10,7 @@ from rich.filesize import decimal
 
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
-from lightning_modules.estimation.memory import USABLE, Calibration, DeviceMemory, calibrate
+from lightning_modules.estimation.memory import USABLE, DeviceMemory, choose_policy, policy_needs
 from lightning_modules.timing import NOT_TRAINING
 from runs.run_folder import best_effort
 
@@ -17,59 +18,53 @@ log = logging.getLogger("retouch")
 
 
 class RaiseCheckpointing(L.Callback):
-    """Begin with `full` checkpointing, and reduce it after each of the first steps while memory is left.
+    """Train the first step with `full` checkpointing, the others with the least recomputation that the memory allows.
 
     It acts only if `Execution.searches_checkpointing`, on a GPU. All processes choose the same policy.
     """
 
     def __init__(self) -> None:
-        self._calibration: Calibration | None = None
-        self._memory: DeviceMemory | None = None
-        self._taken = self._first_step = 0
+        self._memory: DeviceMemory | None = None  # until the policy is chosen
+        self._needs: dict[str, int] = {}
+        self._tokens = self._taken = self._first_step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
-        data, execution = PairsDataModule.of(trainer), pl_module.execution
-        if not execution.searches_checkpointing:
+        if not pl_module.execution.searches_checkpointing:
             return
-        self._first_step = trainer.global_step
-        self._memory = DeviceMemory(pl_module.device)
         assert pl_module.objective is not None
+        self._memory, self._first_step = DeviceMemory(pl_module.device), trainer.global_step
         timer, what = pl_module.base.timer, "estimate for gradient_checkpointing=auto, which stays full"
         with timer.stage(NOT_TRAINING), best_effort(what):
-            self._calibration = calibrate(execution, data, pl_module.objective.passes(0))
-        lacks = torch.tensor(float(self._calibration is None), device=pl_module.device)
-        if trainer.strategy.reduce(lacks, reduce_op="max"):  # in any process
-            self._calibration = None
+            data, passes = PairsDataModule.of(trainer), pl_module.objective.passes(0)
+            self._needs, self._tokens = policy_needs(pl_module.execution, data, passes)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if self._calibration is not None and self._memory is not None:
+        if self._memory is not None:
             self._memory.restart()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._calibration is not None and self._memory is not None:  # images may be sampled later in the batch
+        if self._memory is not None:  # images may be sampled later in the batch
             self._taken = self._memory.taken()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        calibration, memory = self._calibration, self._memory
-        # In the first step the optimizer creates its state.
-        if calibration is None or memory is None or trainer.global_step <= self._first_step + 1:
+        memory, needs = self._memory, self._needs
+        if memory is None or trainer.global_step == self._first_step:  # the optimizer has no state yet
             return
         assert isinstance(pl_module, EditModule)
+        self._memory = None
+        excess = self._taken * self._tokens / (needs["full"] * outputs["tokens"]) if needs else math.inf
         # All processes use the largest consumption and the smallest free memory.
-        mine = [calibration.excess(self._taken, outputs["tokens"]), -memory.free()]
-        together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
-        excess, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
-        free = -less
-        calibration.after_step(excess, free)
-        if not calibration.is_done:
-            pl_module.execution.set_checkpointing(pl_module.transformer, calibration.policy)
+        mine = torch.tensor([excess, -memory.free()], dtype=torch.float64, device=pl_module.device)
+        excess, less = trainer.strategy.reduce(mine, reduce_op="max").tolist()
+        if excess == math.inf:  # a process has no estimate
             return
-        expected, usable = calibration.expected(calibration.policy), round(USABLE * free)
+        policy = choose_policy(needs, excess, -less)
+        pl_module.execution.set_checkpointing(pl_module.transformer, policy)
+        taken, usable = round(max(1, excess) * needs[policy]), round(-USABLE * less)
         log.info(
-            f"model.gradient_checkpointing=auto is {calibration.policy}: a step takes {decimal(expected)} of the "
-            f"{decimal(usable)} that are free"
+            f"model.gradient_checkpointing=auto is {policy}: a step takes {decimal(taken)} of the {decimal(usable)} "
+            "that are free"
         )
-        self._calibration = None

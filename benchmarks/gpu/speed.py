@@ -59,22 +59,20 @@ def _module(bench: Bench, row: Row) -> Any:
 
 
 def _raised(bench: Bench, module: Any, batch: LatentBatch, estimate: Callable[[str], int]) -> str:
-    """Return the checkpointing policy found in the first steps of a run."""
+    """Return the checkpointing policy that a run chooses after its first step."""
     from benchmarks.memory import loss
-    from lightning_modules.estimation.memory import Calibration, DeviceMemory
+    from lightning_modules.estimation.memory import DeviceMemory, choose_policy
     from lightning_modules.execution.checkpointing import POLICIES
 
     if not bench.cuda:
         return "full"
-    tokens, memory = module.geometry.token_count(batch), DeviceMemory(bench.device)
-    calibration = Calibration({policy: estimate(policy) for policy in POLICIES}, tokens)
-    while not calibration.is_done:
-        module.execution.set_checkpointing(module.transformer, calibration.policy)
-        memory.restart()
-        loss(module, batch).backward()
-        calibration.after_step(calibration.excess(memory.taken(), tokens), memory.free())
-        module.transformer.zero_grad(set_to_none=True)
-    return calibration.policy
+    memory, needs = DeviceMemory(bench.device), {policy: estimate(policy) for policy in POLICIES}
+    module.execution.set_checkpointing(module.transformer, "full")
+    memory.restart()
+    loss(module, batch).backward()
+    excess = memory.taken() / needs["full"]
+    module.transformer.zero_grad(set_to_none=True)
+    return choose_policy(needs, excess, memory.free())
 
 
 @cache

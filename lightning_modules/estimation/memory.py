@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.filesize import decimal
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -232,49 +231,8 @@ class DeviceMemory:
         return torch.cuda.mem_get_info(self.device)[0] + cached
 
 
-class Calibration:
-    """The search for the checkpointing policy with the least recomputation that fits.
-
-    It begins with `full` and moves one policy up after each step, as long as the next one is expected to fit. Each
-    step's memory corrects the estimate, upwards only.
-
-    Args:
-        needs: the estimated bytes of the heaviest batch's step, by policy.
-        tokens: of that batch.
-    """
-
-    def __init__(self, needs: Mapping[str, int], tokens: int) -> None:
-        self.needs, self.tokens = needs, tokens
-        self.policy = POLICIES[-1]  # of the next step
-        self.is_done = False  # whether the policy is final
-        self._factor = 1.0
-
-    def expected(self, policy: str) -> int:
-        """Return the bytes of the heaviest batch's step, corrected."""
-        return round(self._factor * self.needs[policy])
-
-    def excess(self, taken: int, tokens: int) -> float:
-        """Return the bytes that a step of so many tokens took, relative to the estimate."""
-        return taken * self.tokens / (self.needs[self.policy] * tokens)
-
-    def after_step(self, excess: float, free: float) -> None:
-        """Choose the next policy.
-
-        Args:
-            excess: of the step.
-            free: bytes besides the weights and the optimizer's state.
-        """
-        self._factor = max(self._factor, excess)
-        index = POLICIES.index(self.policy)
-        following = POLICIES[index - 1] if index else None
-        if following is None or self.expected(following) > USABLE * free:
-            self.is_done = True
-        else:
-            self.policy = following
-
-
-def calibrate(execution: Execution, data: PairsDataModule, passes: Passes) -> Calibration:
-    """Start a calibration for this data, by simulating a step of its heaviest batch with each policy.
+def policy_needs(execution: Execution, data: PairsDataModule, passes: Passes) -> tuple[dict[str, int], int]:
+    """Estimate the bytes of a step of the heaviest batch by checkpointing policy; return them and the batch's tokens.
 
     Args:
         passes: of each sample, in a step that has the most.
@@ -283,7 +241,16 @@ def calibrate(execution: Execution, data: PairsDataModule, passes: Passes) -> Ca
     family, base = execution.family, execution.base
     heaviest = heaviest_batch(family, base, data)
     step = FakeStep(execution, empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption), passes)
-    needs = {policy: step.peak(policy) for policy in POLICIES}
-    listed = ", ".join(f"{policy} {decimal(size)}" for policy, size in needs.items())
-    log.info(f"model.gradient_checkpointing=auto begins with {POLICIES[-1]}; estimated memory of a step: {listed}")
-    return Calibration(needs, heaviest.tokens)
+    return {policy: step.peak(policy) for policy in POLICIES}, heaviest.tokens
+
+
+def choose_policy(needs: Mapping[str, int], excess: float, free: float) -> str:
+    """Return the checkpointing policy with the least recomputation that fits, `full` if none does.
+
+    Args:
+        needs: estimated bytes of the heaviest batch's step, by policy.
+        excess: bytes of a real step relative to its estimate; more than 1 corrects all estimates.
+        free: bytes besides the weights and the optimizer's state.
+    """
+    fitting = (policy for policy in POLICIES if max(1, excess) * needs[policy] <= USABLE * free)
+    return next(fitting, POLICIES[-1])
