@@ -40,11 +40,11 @@ class RaiseCheckpointing(L.Callback):
             self._needs, self._tokens = policy_needs(pl_module.execution, data, passes)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if self._memory is not None:
+        if self._memory is not None and self._needs:
             self._memory.restart()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._memory is not None:  # images may be sampled later in the batch
+        if self._memory is not None and self._needs:  # images may be sampled later in the batch
             self._taken = self._memory.taken()
 
     def on_train_batch_end(
@@ -55,10 +55,12 @@ class RaiseCheckpointing(L.Callback):
             return
         assert isinstance(pl_module, EditModule)
         self._memory = None
-        excess = self._taken * self._tokens / (needs["full"] * outputs["tokens"]) if needs else math.inf
+        mine = [math.inf, 0.0]
+        if needs:
+            mine = [self._taken * self._tokens / (needs["full"] * outputs["tokens"]), -memory.free()]
         # All processes use the largest consumption and the smallest free memory.
-        mine = torch.tensor([excess, -memory.free()], dtype=torch.float64, device=pl_module.device)
-        excess, less = trainer.strategy.reduce(mine, reduce_op="max").tolist()
+        together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
+        excess, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
         if excess == math.inf:  # a process has no estimate
             return
         policy = choose_policy(needs, excess, -less)
