@@ -24,7 +24,7 @@ def _run(cfg: DictConfig) -> None:
 
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     try:
-        with one_line_errors(task=str(cfg.task)), stop.listening():
+        with one_line_errors(), stop.listening():
             task = chosen_task(cfg.task, "predict")
             check_keys(cfg, "predict")
             check_ranges(cfg, "predict")

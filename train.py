@@ -41,9 +41,8 @@ def job(cfg: DictConfig) -> float | None:
         url = f"{url.rstrip('/')}/{hydra_cfg.sweep.subdir}"
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the resolved name, for the run's config.yaml
-    resumes = cfg.resume is not None or cfg.ckpt_path is not None
     try:
-        with one_line_errors(in_sweep, str(cfg.task)), stop.listening():
+        with one_line_errors(in_sweep), stop.listening():
             task = chosen_task(cfg.task, "train")
             check_keys(cfg, "train")
             check_ranges(cfg, "train")
@@ -55,6 +54,7 @@ def job(cfg: DictConfig) -> float | None:
                 if cfg.task == "fit" and url is not None:
                     from tasks.mirror import mirrored  # imports PyTorch
 
+                    resumes = cfg.resume is not None or cfg.ckpt_path is not None
                     around.enter_context(mirrored(url, output_dir, resumes))
                 return get_method(task)(cfg, output_dir)
     finally:

@@ -1,6 +1,5 @@
 """Arguments of a command, before Hydra reads them: ordered, quoted, and each mistake answered in one line."""
 
-import itertools
 import os
 import re
 import sys
@@ -103,9 +102,8 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
     settings = list(found.overrides)
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):
-            key, _, value = settings[index - 1].partition("=") if index else ("", "", "")
-            words = " ".join([value, *itertools.takewhile(lambda one: "=" not in one, settings[index:])])
-            hint = f'Quote the {key}: {key}="{words}".' if key in TEXTS | PATHS else "Write GROUP=NAME or KEY=VALUE."
+            key = settings[index - 1].partition("=")[0] if index else ""
+            hint = f'Quote the {key}: {key}="...".' if key in TEXTS | PATHS else "Write GROUP=NAME or KEY=VALUE."
             raise UserError(f"{word}: it is not KEY=VALUE. {hint}")
     return [argument for argument in arguments if argument not in settings], settings
 

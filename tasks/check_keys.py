@@ -32,7 +32,6 @@ TASKS = {
         "lora_info": "tasks.lora_info.lora_info",
     },
 }
-OTHER = {"train": "predict", "predict": "train"}
 # Files of these groups set values of settings that other files declare.
 CHOOSING = ("experiment", "debug", "hparams_search")
 # Mappings to which any class may be added by its _target_.
@@ -190,14 +189,14 @@ def _arguments(target: str) -> Mapping[str, inspect.Parameter]:
 
 def chosen_task(task: str, script: str) -> str:
     """Return the full name of the function for task=, or raise a UserError if the script has no such task."""
-    tasks, other = TASKS[script], OTHER[script]
+    tasks = TASKS[script]
     if task in tasks:
         return tasks[task]
-    if task in TASKS[other]:
-        raise UserError(f"task={task}: it is a task of {other}.py: python {other}.py task={task} ...")
     near = closest(str(task), tasks, 2)
     hint = f"Did you mean {near}?" if near else f"Choose {', '.join(tasks)}."
-    raise UserError(f"task={task}: there is no such task. {hint}")
+    for other in TASKS.keys() - {script}:
+        hint = f"It is a task of {other}.py." if task in TASKS[other] else hint
+    raise UserError(f"task={task}: there is no such task of {script}.py. {hint}")
 
 
 def closest(word: str, others: Iterable[str], most: float) -> str | None:

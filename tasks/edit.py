@@ -53,11 +53,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
     family: Any = get_class(cfg.model._target_)
-    rules = family.sampling_rules
-    negative = rules.negative_prompt(sampling)
-    if negative is not None and rules.any_negative and cfg.negative_prompt is None:
-        log.info(f'{rules.cfg_scale} above {rules.cfg_above:g} needs a negative_prompt; using ""')
-    data = requests(cfg, negative, scales)
+    data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales)
     # Hydra would turn objects among its arguments into configs: finish the call without it.
     transformer = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
     partial = frozen_model(cfg, _partial_=True, transformer_name_or_path=transformer)

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import itertools
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,8 +40,7 @@ def run_folder(ckpt_path: str | None) -> str:
 
 def prediction_folder(task: str) -> str:
     """Return the default output_dir of a task of predict.py."""
-    kind = re.sub(r"\W", "", task) if task != "edit" else "prediction"
-    return new_folder(f"{kind}_%Y-%m-%d_%H-%M-%S")
+    return new_folder(f"{'prediction' if task == 'edit' else task}_%Y-%m-%d_%H-%M-%S")
 
 
 def new_folder(pattern: str) -> str:
@@ -180,6 +178,5 @@ def make_folder(config: DictConfig, key: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = "it is a file" if folder.is_file() else error.strerror
-        raise UserError(f"output_dir={folder} cannot be made ({reason}): choose another folder") from error
+        raise UserError(f"output_dir={folder} cannot be made ({error.strerror}): choose another folder") from error
     return folder

@@ -55,9 +55,8 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
         return known
     for file in files:
         file.empty  # noqa: B018 (a file that is no LoRA at all says so)
-    tried = ", ".join(model.base for model in known_models())
     raise UserError(
-        f"the LoRA {files[0].path} fits none of the models that Retouch knows ({tried}): pass model=NAME "
+        f"the LoRA {files[0].path} fits none of the models that Retouch knows: pass model=NAME "
         "model.pretrained_model_name_or_path=FOLDER"
     )
 

@@ -26,17 +26,12 @@ DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES),
     *(errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
 }
-# Settings that save memory, by the task that reads them.
-OUT_OF_MEMORY = {
-    "fit": "lower data.batch_size (and raise trainer.accumulate_grad_batches) or data.resolution, set "
-    "model.gradient_checkpointing=full or model.offload.blocks=N, or choose model/quantization=fp8 or fp4",
-    "edit": "lower batch_size or max_area, set model.offload.encoders=true or model.offload.blocks=N, or choose "
-    "model/quantization=fp8 or fp4",
-    "cache": "set model.devices.text_encoder=cpu, or lower data.resolution",
-    "compare_precision": "set model.devices.text_encoder=cpu, or lower data.resolution",
-    "caption": "lower captioner.batch_size or captioner.max_area, or choose captioner/quantization=nf4",
-    "": "close other programs on the GPU, or compute on the CPU by trainer.accelerator=cpu",
-}
+OUT_OF_MEMORY = (
+    "out of GPU memory: use smaller batches (data.batch_size with more trainer.accumulate_grad_batches, batch_size, "
+    "captioner.batch_size) or images (data.resolution, max_area, captioner.max_area), or save memory by "
+    "model/quantization=fp8 or fp4, model.gradient_checkpointing=full, model.offload.blocks=N, "
+    "model.offload.encoders=true or model.devices.text_encoder=cpu"
+)
 # Seconds in which a failed process prints its error before the others, which only notice its end, print theirs.
 SECONDS_TO_SAY_WHY = 3.0
 LOST_PEER = (
@@ -166,7 +161,7 @@ def end_workers() -> None:
 
 
 @contextmanager
-def one_line_errors(in_sweep: bool = False, task: str = "") -> Iterator[None]:
+def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     """Temporarily turn users' mistakes into one line and status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
     A signal becomes a line and status 128 + its number. The line includes notes on the exception (`add_note`).
@@ -187,7 +182,7 @@ def one_line_errors(in_sweep: bool = False, task: str = "") -> Iterator[None]:
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
             in_sweep = False  # the processes cannot continue together
-        line = _one_line(error, task)
+        line = _one_line(error)
         if line == LOST_PEER:
             time.sleep(SECONDS_TO_SAY_WHY)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -207,7 +202,7 @@ def _with_notes(line: str, error: BaseException) -> str:
     return "; ".join([line, *getattr(error, "__notes__", [])])
 
 
-def _one_line(error: BaseException, task: str = "") -> str | None:
+def _one_line(error: BaseException) -> str | None:
     """Return the message for the user, or None if the error is not theirs but ours."""
     from hydra.errors import InstantiationException
     from omegaconf.errors import OmegaConfBaseException
@@ -233,7 +228,7 @@ def _one_line(error: BaseException, task: str = "") -> str | None:
     if is_lost_peer(error):
         return LOST_PEER
     if isinstance(error, torch.OutOfMemoryError):
-        return f"out of GPU memory: {OUT_OF_MEMORY.get(task, OUT_OF_MEMORY[''])}"
+        return OUT_OF_MEMORY
     if type(error).__module__.startswith(COMPILERS):
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
         return f"model.compile=true does not run here: {lines[0] if lines else type(error).__name__}; leave it out"

@@ -83,7 +83,7 @@ def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(comp
         ("train", "optimzer.lr=1", "optimzer.lr: there is no such setting. Did you mean optimizer.lr?"),
         ("train", "+lr=1e-5 +batch_size=2", "lr: there is no such setting. Did you mean optimizer.lr?"),
         ("train", "--lr 1e-4", "--lr: there is no such option. Settings are written KEY=VALUE, without dashes"),
-        ("predict", "prompt=segment the shapes", 'Quote the prompt: prompt="segment the shapes".'),
+        ("predict", "prompt=segment the shapes", 'the: it is not KEY=VALUE. Quote the prompt: prompt="...".'),
         ("predict", "+xyz=a.png", "xyz: there is no such setting. `python predict.py --help` names"),
         ("predict", "optimizer.lr=1", "optimizer.lr: there is no such setting."),
         ("train", "model=flux_kontext tlora", "tlora: it is not KEY=VALUE. Write GROUP=NAME or KEY=VALUE."),
@@ -181,9 +181,9 @@ def test_settings_that_a_task_reads_are_accepted():
 
 
 def test_tasks_of_the_other_command_are_named():
-    with pytest.raises(UserError, match=r"task=inspect: it is a task of predict.py: python predict.py task=inspect"):
+    with pytest.raises(UserError, match=r"task=inspect: there is no .* of train.py. It is a task of predict.py."):
         chosen_task("inspect", "train")
-    with pytest.raises(UserError, match=r"there is no such task. Did you mean dry_run\?"):
+    with pytest.raises(UserError, match=r"no such task of train.py. Did you mean dry_run\?"):
         chosen_task("dryrun", "train")
 
 

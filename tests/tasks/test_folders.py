@@ -59,7 +59,7 @@ def test_file_systems_without_locks_are_told_of_and_used(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("output_dir", "words"),
     [
-        ("/etc/passwd", "output_dir=/etc/passwd cannot be made (it is a file): choose another folder"),
+        ("/etc/passwd", "output_dir=/etc/passwd cannot be made (File exists): choose another folder"),
         (None, "output_dir=outputs/"),  # the working directory is read-only
     ],
 )
