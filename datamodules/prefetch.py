@@ -17,7 +17,7 @@ class ThreadedLoader:
     Threads suffice: reading and copying release Python's lock, and processes would spend time passing tensors.
 
     Args:
-        threads: 0 reads each batch on demand.
+        threads: 0 reads each batch when it is needed.
     """
 
     def __init__(self, read: Callable[[Any], LatentBatch], sampler: Iterable[Any], threads: int) -> None:
@@ -26,11 +26,8 @@ class ThreadedLoader:
         self.threads = threads
 
     def __iter__(self) -> Iterator[LatentBatch]:
-        if self.threads == 0:
-            yield from map(self.read, self.sampler)
-            return
         waiting: deque[Future[LatentBatch]] = deque()
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="shards") as pool:
+        with ThreadPoolExecutor(max(1, self.threads), thread_name_prefix="shards") as pool:
             try:
                 for entry in self.sampler:
                     waiting.append(pool.submit(self.read, entry))

@@ -44,7 +44,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     process with batch size N * B sees the same samples as N processes with batch size B; and if all samples have one
     size, the order does not depend on the batch size.
 
-    A later start draws all earlier batches again, which takes seconds for a million.
+    A later start draws all earlier batches again, which takes a second for a million draws.
 
     Args:
         sizes: for each sample, its size; the samples of a batch have the same.

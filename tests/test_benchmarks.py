@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import faults, full_size, scale
+from benchmarks import faults, full_size
 from benchmarks.fault_kinds import judging
 from benchmarks.fault_kinds.workshop import Reference
 from benchmarks.gpu import speed
@@ -128,17 +128,6 @@ def test_gpu_check_names_the_parts_where_none_is_chosen(only, monkeypatch, capsy
     with pytest.raises(SystemExit):
         gpu_check.main()
     assert "choose offload_blocks, scaled_mm" in capsys.readouterr().err
-
-
-def test_scale_measures_start_and_resume(tmp_path, monkeypatch, capsys):
-    output = tmp_path / "scale.json"
-    monkeypatch.setattr(sys, "argv", ["scale.py", "--samples=600", "--shards=3", f"--output={output}"])
-    scale.main()
-    row = json.loads(output.read_text())
-    assert row["samples"] == 600
-    assert 0 <= row["seconds"] < 60
-    assert row["MB at the peak"] > 100
-    assert all(f"resume: {place}" in row for place in scale.PLACES)
 
 
 @pytest.fixture
