@@ -135,8 +135,8 @@ def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(
     photograph("coffee", 32, 15).save(root / "control_images" / "03.png")
     with pytest.raises(UserError, match=r"01\.png is 5000x4000, 20\.0 megapixels: .* at most 16\.8") as error:
         data_module(str(root))
-    for words in ("03.png is 32x15: both sides must be at least 16 pixels", "179 megapixels, shrink it. Repair"):
-        assert words.partition(". Repair")[0] in str(error.value)
+    for words in ("03.png is 32x15: both sides must be at least 16 pixels", "179 megapixels, shrink it"):
+        assert words in str(error.value)
     assert ".." not in str(error.value)
     data = data_module(str(root), on_bad_image="skip")
     assert data.keys == ["00"]

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import urllib.error
-import urllib.request
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -82,7 +80,7 @@ def _checksum(path: Path) -> str:
 
 
 class Handler(_Handler):
-    """Serves the shards of a folder, or of the server `upstream`, with faults.
+    """Serves the shards of a folder, also as s3://bucket/folder, with faults.
 
     Attributes:
         breaks: by name, the bytes after which each next response breaks off.
@@ -96,7 +94,6 @@ class Handler(_Handler):
     served: ClassVar[dict[str, list[str | None]]] = defaultdict(list)
     headers_seen: ClassVar[list] = []
     ranges = True
-    upstream = ""
 
     def answer(self, path):
         self.name = path.rpartition("/")[2]
@@ -104,9 +101,7 @@ class Handler(_Handler):
         self.headers_seen.append(self.headers)
         if self.name in self.replies:
             return self.replies[self.name]
-        if self.upstream:
-            return self.forward()
-        if not (file := Path(f"{self.folder}{path}")).is_file():
+        if not (file := Path(f"{self.folder}{path.removeprefix('/bucket/folder')}")).is_file():
             return 404, {}, b""
         data = file.read_bytes()
         headers = {"ETag": f'"{zlib.crc32(data)}"'}
@@ -126,15 +121,6 @@ class Handler(_Handler):
 
     do_PUT = _Handler.do_GET  # where S3 asks for credentials
 
-    def forward(self):
-        request = urllib.request.Request(self.upstream + self.path, headers=dict(self.headers))
-        try:
-            with urllib.request.urlopen(request) as reply:
-                kept = ("ETag", "Content-Range", "Last-Modified")
-                return reply.status, {key: reply.headers[key] for key in kept if reply.headers[key]}, reply.read()
-        except urllib.error.HTTPError as error:
-            return error.code, {}, error.read()
-
 
 @contextmanager
 def serve(folder: Path, handler: type[_Handler] = Handler) -> Iterator[str]:
@@ -153,15 +139,6 @@ def serve(folder: Path, handler: type[_Handler] = Handler) -> Iterator[str]:
 def hub(folder: Path):
     """Serve a folder as the repository owner/name, for models and data sets; repositories named gated are gated."""
     return serve(folder, _Hub)
-
-
-def upload(folder):
-    import boto3
-
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    for path in folder.iterdir():
-        client.upload_file(str(path), "bucket", f"folder/{path.name}")
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,6 @@ from datamodules.shards.tar import prompt_id, sample_id
 from tasks.terminal import configure_logging
 from tests.support.latents import tensors
 
-CAPTIONS = 3
-
 
 def reader(cache, empty_prompt=False, **more):
     samples = list(index_of(cache.rows()).samples.values())
@@ -110,42 +108,23 @@ def test_last_of_several_samples_with_one_id_counts(cache):
     assert len(samples) == 10
 
 
-@pytest.fixture
-def captioned(tmp_path):
-    """Six samples of one size, each with captions of its own, whose embeddings identify them."""
-    cache = Cache(tmp_path / "captioned", {})
+def test_reader_draws_captions_by_seed_and_draw_or_takes_the_first(tmp_path):
+    cache, captions = Cache(tmp_path / "cache", {}), ["zero", "one", "two"]
     shard = cache.new_shard(0)
-    empty = prompt_id("empty_prompt", "")
+    empty, *ids = [prompt_id("empty_prompt", ""), *(prompt_id("prompt", caption) for caption in captions)]
     shard.add(empty, {"empty_prompt_embeds": torch.zeros(1, 1)}, {"caption": ""})
-    for number in range(6):
-        ids = [prompt_id("prompt", f"{number} {caption}") for caption in range(CAPTIONS)]
-        for caption, id in enumerate(ids):
-            embeds = torch.full((1 + caption, 1), 10.0 * number + caption)
-            shard.add(id, {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(1 + caption)}, {"caption": "x"})
-        row = {"key": str(number), "prompts": ids, "empty_prompt": empty, "sizes": [[16, 16]], "tokens": 7}
-        shard.add(f"id{number}", {"target_mean": torch.full((1, 2, 2), float(number))}, row)
+    for number, id in enumerate(ids):
+        embeds = torch.full((1 + number, 1), float(number))  # they identify the caption
+        shard.add(id, {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(1 + number)}, {})
+    row = {"key": "one", "prompts": ids, "empty_prompt": empty, "sizes": [[16, 16]], "tokens": 7}
+    shard.add("id", {"target_mean": torch.ones(1, 2, 2)}, row)
     cache.seal(shard)
-    cache.merge()
-    return cache
-
-
-def expected(draws, numbers):
-    return [10.0 * number + drawn_caption(7, draw, CAPTIONS) for draw, number in zip(draws, numbers, strict=True)]
-
-
-def first_tokens(batch):
-    return batch.prompt["prompt_embeds"][:, 0, 0].tolist()
-
-
-def test_reader_draws_captions_by_seed_and_draw_or_takes_the_first(captioned):
-    read = reader(captioned, seed=7)
-    read.samples = [
-        sample._replace(captions=[f"{number} {caption}" for caption in range(CAPTIONS)])
-        for number, sample in enumerate(read.samples)
-    ]
-    items = [(number % 6, 100 + number) for number in range(24)]
-    batch = read(items)
-    assert first_tokens(batch) == expected(batch.draws, [number for number, _ in items])
-    assert len(set(first_tokens(batch))) > 12
-    assert batch.prompts == [f"{int(one // 10)} {int(one % 10)}" for one in first_tokens(batch)]
-    assert first_tokens(reader(captioned)(items)) == [10.0 * number for number, _ in items]
+    read = reader(cache, seed=7)
+    read.samples = [sample._replace(captions=captions) for sample in read.samples]
+    batch = read([(0, draw) for draw in range(24)])
+    drawn = [drawn_caption(7, draw, len(captions)) for draw in range(24)]
+    assert batch.prompt["prompt_embeds"][:, 0, 0].tolist() == drawn
+    assert batch.prompts == [captions[number] for number in drawn]
+    assert set(drawn) == {0, 1, 2}
+    first = reader(cache)([(0, draw) for draw in range(24)])
+    assert first.prompt["prompt_embeds"].unique().tolist() == [0.0]
