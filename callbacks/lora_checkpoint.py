@@ -121,7 +121,7 @@ class LoRACheckpoint(L.Callback):
         ema = module.optimization.ema
         with averaged_weights(module, other):
             if ema is not None and ema.in_use:
-                header["ema"] = ema.metadata()
+                header["ema"] = {"half_life": ema.half_life}
             gathered = module.adapter.gather(module.trained.parts)
             for name in names if trainer.is_global_zero else ():
                 folder = self.run.weights(module.adapter.folder, name)

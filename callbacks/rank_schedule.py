@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as L
 from PIL import Image
-from torch import Tensor
+from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.image_writer import log_image
@@ -73,7 +73,8 @@ class RankHistogram(L.Callback):
         steps = module.base.sampling_timesteps(tokens, module.sampler.sampling)
         samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
         shift = module.base.dynamic_shift(tokens)
-        t = flow.draw_timesteps(module.flow.seed, min(samples, ENOUGH), module.flow.timesteps, shift)
+        draws, no_latent = list(range(min(samples, ENOUGH))), Size([0])
+        t = flow.sample_noise(module.flow.seed, draws, no_latent, module.flow.timesteps, shift).t
         trained = schedule.active_ranks(t * NUM_TRAIN_TIMESTEPS)
         used = schedule.active_ranks(steps, steps)
         with replacing(self.path) as temporary:

@@ -155,7 +155,7 @@ class SampleImages(L.Callback):
         def encode(batch: RawBatch | LatentBatch) -> LatentBatch:
             if isinstance(batch, RawBatch):
                 batch = replace(batch, target=None, rejected=None, mask=None)
-                return module.encoder.remembered(batch, negative, training.encodings)
+                return module.encoder(batch, negative).map(torch.Tensor.cpu)
             if negative:
                 if module.condition_images.text_sees_them:
                     raise UserError(
@@ -163,7 +163,7 @@ class SampleImages(L.Callback):
                         "Train on data.root, or set callbacks.sample_images=null."
                     )
                 alone = RawBatch(["negative prompt"], [0], [negative], None, [])
-                batch.empty_prompt = module.encoder.remembered(alone, None, training.encodings).prompt
+                batch.empty_prompt = module.encoder(alone).map(torch.Tensor.cpu).prompt
             return batch
 
         shown = []

@@ -80,7 +80,6 @@ class CachedDataModule(PairsDataModule):
 
     def open(self, cache: Cache) -> None:
         """Find the samples in the cache, which must contain all of data.root, or in data.shards."""
-        self.encodings = cache.folder
         if self.shards is None:
             self.source = Folder(cache.folder)
             self._open_root(cache)

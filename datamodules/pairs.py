@@ -9,7 +9,6 @@ from copy import copy
 from dataclasses import fields
 from functools import cached_property
 from itertools import accumulate, chain
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -123,7 +122,6 @@ class PairsDataModule(DataModule):
     Attributes:
         needs_encoders: whether batches are pixels, which the training step encodes.
         needs_empty_prompt, preserve_prompts: see `Asking`.
-        encodings: the folder of the model's cache, for encodings of sample images; None if the encoders stay loaded.
         notes: possible mistakes, one line each.
         validation: the held-out samples, as a data module of their own; None if there are none.
         samples: samples to train on.
@@ -135,7 +133,6 @@ class PairsDataModule(DataModule):
     needs_encoders = True
     needs_empty_prompt = False
     preserve_prompts: tuple[str, ...] = ()
-    encodings: Path | None = None
 
     def __init__(
         self,

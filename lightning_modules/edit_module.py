@@ -63,6 +63,8 @@ class EditModule(L.LightningModule, Family):
         model = ModelSettings(**settings)
         self.base = FrozenBase(type(self), model, self._main_device)
         self.geometry = replace(self.geometry, resolution=model.resolution)
+        self.max_sequence_length = model.max_sequence_length
+        self.training_guidance_scale = model.training_guidance_scale
         self.transformer: Any = None
         self.text_encoders = nn.ModuleDict()
         self.adapter = adapter
@@ -184,7 +186,7 @@ class EditModule(L.LightningModule, Family):
         """Return the loss and, for callbacks, per-sample losses (B,) and token counts."""
         assert self.objective is not None
         latents = self.encoder.latents(batch, self.flow.caption_dropout_rate > 0 or self.objective.needs_empty_prompt)
-        shift = self.base.dynamic_shift(self.geometry.tokens(latents).target)
+        shift = self.base.dynamic_shift(self.geometry.target_tokens(latents))
         noised = self.flow.noised(latents, shift, self.normalize)
         with self._dropout(latents.draws):
             losses = self.objective.losses(latents, noised, self.denoise, self.global_step)

@@ -54,10 +54,6 @@ class EMA:
         """The weights that sample images do not use: `raw` or `ema`."""
         return "raw" if self.sample_with == "ema" else "ema"
 
-    def metadata(self) -> dict[str, Any]:
-        """Return the settings that a file of averages records."""
-        return {"half_life": self.half_life}
-
     def start(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin with the present parameters, or with the averages of a loaded checkpoint."""
         self._parameters = parameters

@@ -1,10 +1,8 @@
 """Encoding of pixels and prompts: the only way from a RawBatch to a LatentBatch."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +14,6 @@ from torch import Tensor
 
 from datamodules.batch import ON_HOST, LatentBatch, PromptRequest, RawBatch, copy_to, stack_padded
 from datamodules.encoding import EncodeRequest
-from datamodules.errors import UserError
-from datamodules.files import reading, replacing
 from datamodules.images.decoding import PREPROCESSING
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -49,7 +45,7 @@ class Encoder:
         if counted is not None and counted[0][0] > counted[1] and prompt not in self._cut:
             self._cut.add(prompt)
             [tokens], most = counted
-            where = "" if self.family.max_sequence_length is None else " (model.max_sequence_length)"
+            where = " (model.max_sequence_length)" if self.family.max_sequence_length else ""
             log.warning(f'note: {tokens} tokens are cut to {most}{where}: "{prompt[:60]}..."')
         return self.family.encode_prompt(self.base.components, prompt, images)
 
@@ -90,25 +86,6 @@ class Encoder:
             rejected_mean=rejected[0],
             rejected_std=rejected[1],
         )
-
-    def remembered(self, batch: RawBatch, negative_prompt: str | None, folder: Path | None) -> LatentBatch:
-        """Return the encoded batch of one sample, on the CPU, from a file if an earlier run encoded it.
-
-        Args:
-            folder: of this base's cache, named by a fingerprint of everything else that encodings depend on; None
-                keeps nothing.
-        """
-        if folder is None:
-            return self(batch, negative_prompt)
-        texts = json.dumps([batch.keys, batch.prompts, negative_prompt])
-        path = folder / f"sample-{_digest(texts, [*batch.tensors(), *batch.prompt_images[0]]).hex()[:32]}.pt"
-        if path.is_file():
-            with reading(path, "delete it and start again"):
-                return LatentBatch(**torch.load(path, weights_only=True))
-        encoded = self(batch, negative_prompt).map(torch.Tensor.cpu)
-        with suppress(UserError), replacing(path) as temporary:  # if it cannot be written, it is encoded each time
-            torch.save(vars(encoded), temporary)
-        return encoded
 
     @torch.no_grad()
     def to_cache(self, request: EncodeRequest) -> tuple[LatentBatch, list[dict[str, Tensor]]]:

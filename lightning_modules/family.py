@@ -4,9 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
@@ -14,6 +13,7 @@ from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.flow import dynamic_shift
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
+from lightning_modules.pretrained.repository import Components
 
 # Linear layers of several families' transformers.
 ATTENTION = ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0")
@@ -113,14 +113,6 @@ class SamplingRules(NamedTuple):
             yield f"guidance_scale={sampling.guidance_scale:g} has no effect: this transformer does not follow it"
 
 
-class TokenCounts(NamedTuple):
-    """Tokens of a sample by kind."""
-
-    text: int
-    target: int
-    controls: int
-
-
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of images, latents and a transformer's tokens.
@@ -149,15 +141,15 @@ class Geometry:
         """Count the tokens of a latent (..., height, width)."""
         return size[-2] * size[-1] // self.patch**2
 
-    def tokens(self, batch: LatentBatch) -> TokenCounts:
-        """Count the tokens of one sample of a batch."""
+    def target_tokens(self, batch: LatentBatch) -> int:
+        """Count the target's tokens of one sample of a batch."""
         assert batch.target_mean is not None
-        target, *controls = (self.image_tokens(image.shape) for image in (batch.target_mean, *batch.controls))
-        return TokenCounts(batch.prompt[self.text].shape[1], target, sum(controls))
+        return self.image_tokens(batch.target_mean.shape)
 
     def token_count(self, batch: LatentBatch) -> int:
         """Count all tokens of a batch."""
-        return sum(self.tokens(batch)) * len(batch.keys)
+        controls = sum(self.image_tokens(control.shape) for control in batch.controls)
+        return (batch.prompt[self.text].shape[1] + self.target_tokens(batch) + controls) * len(batch.keys)
 
 
 class Layers(NamedTuple):
@@ -180,18 +172,6 @@ class Layers(NamedTuple):
 ALIKE = Layers()
 
 
-class Parts(Protocol):
-    """The loaded components of a pipeline, without its transformer."""
-
-    dtype: torch.dtype
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a component, on its device."""
-
-    def device(self, name: str) -> torch.device:
-        """Return the device of a component."""
-
-
 def stock_pipeline(name: str) -> Any:
     """Return a pipeline of diffusers, whose import loads the encoders' classes: cached training does not need it."""
     import diffusers
@@ -199,7 +179,7 @@ def stock_pipeline(name: str) -> Any:
     return getattr(diffusers, name)
 
 
-def text_pipeline(name: str, parts: Parts, components: Sequence[str]) -> Any:
+def text_pipeline(name: str, parts: Components, components: Sequence[str]) -> Any:
     """Return a pipeline of diffusers with these components only; its language model computes no logits."""
     used = dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | {one: parts[one] for one in components}
     if used["text_encoder"] is not None:
@@ -227,7 +207,8 @@ class Family(ABC):
         sampling_rules: guidance and schedule of its pipeline.
         latent_pipeline: mixin of the pipeline, whose `edit(controls, size, **arguments)` is from latents to latents.
         last_block: arguments of `LastBlock`, if the last block may compute only the outputs that `velocity` reads.
-        max_sequence_length: text tokens of the pipeline's argument of this name; None if it has none.
+        max_sequence_length: text tokens of the pipeline's argument of this name; 0 if it has none. If padding is not
+            masked, prediction needs the number of training.
         transformer: once it is loaded.
     """
 
@@ -240,21 +221,21 @@ class Family(ABC):
     sampling_rules: ClassVar[SamplingRules] = SamplingRules()
     latent_pipeline: ClassVar[type]
     last_block: ClassVar[tuple[Any, ...] | None] = None
-    max_sequence_length: int | None = None
+    max_sequence_length: int = 0
     transformer: Any
 
     def encoding_settings(self) -> dict[str, Any]:
         """Return the family's settings that the outputs of its encoders depend on."""
-        return {} if self.max_sequence_length is None else {"max_sequence_length": self.max_sequence_length}
+        return {"max_sequence_length": self.max_sequence_length} if self.max_sequence_length else {}
 
-    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def encode_prompt(self, parts: Components, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return the text conditioning by diffusers' argument names, without a batch dimension; `images` in 8 bits.
 
         Sequence tensors are (L, ...); NAME_mask is (L,), ones for tokens that count.
         """
         return {name: tensor[0] for name, tensor in self.encode_prompts(parts, [prompt]).items()}
 
-    def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, parts: Components, prompts: list[str]) -> dict[str, Tensor]:
         """Encode several prompts, each tensor (B, ...), with trainable text encoders that see no images."""
         raise NotImplementedError
 
@@ -270,10 +251,9 @@ class Family(ABC):
         Args:
             images: (width, height) of the condition images for the autoencoder.
         """
-        assert self.max_sequence_length is not None
         return self.max_sequence_length
 
-    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
+    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int] | None:
         """Return each prompt's token count and the text encoder's limit; None if it has no limit.
 
         Only tokenizers are loaded, which have no weights.
@@ -301,5 +281,5 @@ class Family(ABC):
 
     def call_arguments(self, width: int, height: int) -> dict[str, Any]:
         """Return arguments of the stock pipeline, besides prompt and sampling, for the image that predict.py makes."""
-        length = {} if self.max_sequence_length is None else {"max_sequence_length": self.max_sequence_length}
+        length = {"max_sequence_length": self.max_sequence_length} if self.max_sequence_length else {}
         return {"height": height, "width": width, **length}

@@ -138,12 +138,6 @@ def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLa
     return Noise(*map(torch.stack, zip(*drawn, strict=True)))
 
 
-def draw_timesteps(seed: int, count: int, law: TimestepLaw, pipeline_shift: float) -> Tensor:
-    """Return t (count,) of the first draws, as `sample_noise` draws them."""
-    generators = (torch.Generator().manual_seed(mix(seed, draw)) for draw in range(count))
-    return torch.stack([law.draw(generator, pipeline_shift) for generator in generators])
-
-
 def mix(seed: int, number: int) -> int:
     """Make one 63-bit seed from two integers (splitmix64), so that neighbours are unrelated."""
     z = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0x9E3779B97F4A7C15 % 2**64

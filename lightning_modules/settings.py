@@ -33,6 +33,8 @@ class ModelSettings:
         seed: of all randomness in training.
         recipe: the model's defaults for other groups, which conf/ reads from here.
         sampling: in training and in prediction; None if nothing is sampled.
+        max_sequence_length: of `Family`.
+        training_guidance_scale: the guidance embedding in training, if the transformer is guidance-distilled.
     """
 
     pretrained_model_name_or_path: str
@@ -52,3 +54,5 @@ class ModelSettings:
     seed: int
     recipe: Mapping[str, Any]
     sampling: Sampling | None = None
+    max_sequence_length: int = 0
+    training_guidance_scale: float = 1.0

@@ -72,7 +72,7 @@ class Objective(ABC):
         return
 
     def check_sizes(self, sizes: Sequence[Size]) -> None:
-        """Raise a UserError for encoded samples that it cannot learn from; streamed samples are not checked."""
+        """Raise a UserError for samples of sizes that it cannot learn from, before training."""
         return
 
     @abstractmethod

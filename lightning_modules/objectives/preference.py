@@ -48,8 +48,6 @@ class PreferenceObjective(Objective):
         _require_rejected(["some samples"] * any("rejected" not in names for _, names in sizes))
 
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
-        if noised.rejected is None:  # of a stream this is not known before
-            _require_rejected(batch.keys[:1])
         assert noised.rejected is not None
         target, rejected = (self._gain(x0, batch, noised, model) for x0 in (noised.x0, noised.rejected))
         losses = -F.logsigmoid(-self.beta / 2 * (target - rejected))

@@ -68,9 +68,6 @@ class SliderObjective(FlowMatchingObjective):
                 )
 
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
-        _require_one(len(noised.controls), batch.keys[0])
-        if noised.controls[0].shape != noised.x0.shape:  # of a stream sizes are not known before
-            raise UserError(f"objective=slider: control and target of {batch.keys[0]} have latents of different sizes")
         sign = copy_to(self.signs(batch.draws), noised.x0.device)
         with model.turned(sign):
             return super().losses(batch, exchanged(noised, sign), model, step)

@@ -42,7 +42,7 @@ def latent_batch(draws, rejected=False, masked=False):
 
 def noised(module, latents):
     """Add noise at the timesteps of the batch's draws."""
-    shift = module.base.dynamic_shift(module.geometry.tokens(latents).target)
+    shift = module.base.dynamic_shift(module.geometry.target_tokens(latents))
     return module.flow.noised(latents, shift, module.normalize)
 
 

@@ -48,12 +48,12 @@ def flux2_velocity(
     t: Tensor,
     controls: list[Tensor],
     prompt: Mapping[str, Tensor],
-    guidance_scale: float | None,
+    guidance_scale: float,
 ) -> Tensor:
     """Predict the velocity (B, C, h, w) of (B, C, h, w) at t (B,).
 
     Args:
-        guidance_scale: embedded if the transformer is guidance-distilled; else None.
+        guidance_scale: embedded if the transformer is guidance-distilled.
     """
     images, embeds = [x_t, *controls], prompt["prompt_embeds"]
     return predict_target(
@@ -61,7 +61,7 @@ def flux2_velocity(
         images,
         text_tokens=embeds.shape[1],
         timestep=t,
-        guidance=None if guidance_scale is None else torch.full_like(t, guidance_scale),
+        guidance=torch.full_like(t, guidance_scale) if transformer.config.guidance_embeds else None,
         encoder_hidden_states=embeds,
         txt_ids=flux2_text_ids(embeds.shape[1], embeds.device),
         img_ids=flux2_image_ids(images),

@@ -10,21 +10,51 @@ from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
-from lightning_modules.families.flux2.native_names import NATIVE_NAMES
 from lightning_modules.families.flux2.pipeline import LatentKlein, LatentReferences
-from lightning_modules.family import Layers, Parts, SamplingRules, chat_tokens, stock_pipeline
+from lightning_modules.family import Layers, SamplingRules, chat_tokens, stock_pipeline
+from lightning_modules.lora_files.names import NativeNames
+from lightning_modules.pretrained.repository import Components
 
 # The double blocks' attention, and both layers of a single block, which are its attention and its MLP in one.
 TARGETS = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "to_out")
+
+DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
+
+# Black Forest Labs' own names, by which ComfyUI and others know the layers.
+NATIVE_NAMES = NativeNames(
+    layers={
+        "img_in": ("x_embedder",),
+        "txt_in": ("context_embedder",),
+        "time_in.in_layer": ("time_guidance_embed.timestep_embedder.linear_1",),
+        "time_in.out_layer": ("time_guidance_embed.timestep_embedder.linear_2",),
+        "guidance_in.in_layer": ("time_guidance_embed.guidance_embedder.linear_1",),
+        "guidance_in.out_layer": ("time_guidance_embed.guidance_embedder.linear_2",),
+        "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
+        "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
+        "single_stream_modulation.lin": ("single_stream_modulation.linear",),
+        "double_blocks.{}.img_attn.qkv": tuple(f"{DOUBLE}.attn.to_{name}" for name in "qkv"),
+        "double_blocks.{}.txt_attn.qkv": tuple(f"{DOUBLE}.attn.add_{name}_proj" for name in "qkv"),
+        "double_blocks.{}.img_attn.proj": (f"{DOUBLE}.attn.to_out.0",),
+        "double_blocks.{}.txt_attn.proj": (f"{DOUBLE}.attn.to_add_out",),
+        "double_blocks.{}.img_mlp.0": (f"{DOUBLE}.ff.linear_in",),
+        "double_blocks.{}.img_mlp.2": (f"{DOUBLE}.ff.linear_out",),
+        "double_blocks.{}.txt_mlp.0": (f"{DOUBLE}.ff_context.linear_in",),
+        "double_blocks.{}.txt_mlp.2": (f"{DOUBLE}.ff_context.linear_out",),
+        "single_blocks.{}.linear1": (f"{SINGLE}.attn.to_qkv_mlp_proj",),
+        "single_blocks.{}.linear2": (f"{SINGLE}.attn.to_out",),
+        "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+        "final_layer.linear": ("proj_out",),
+    },
+    # There shift and scale, in diffusers scale and shift.
+    swapped=("norm_out.linear",),
+    readers="flux2",
+)
 
 
 class Flux2Klein(EditModule):
     """FLUX.2 [klein]: any number of condition images, each of its own size; none in prediction works as well.
 
-    Args:
-        max_sequence_length: tokens of the text encoder; padding is not masked, so use the same in training and
-            prediction.
-        settings: of `EditModule`.
+    Padding of the text is not masked.
     """
 
     pipeline_name = "Flux2KleinPipeline"
@@ -36,12 +66,10 @@ class Flux2Klein(EditModule):
     latent_pipeline: ClassVar[type] = LatentKlein
     last_block = (flux2_last_block,)
     _prompt_function = "_get_qwen3_prompt_embeds"  # of the pipeline
-    _guidance_scale: float | None = None  # embedded in training
     _language_model = "Qwen3ForCausalLM"
 
-    def __init__(self, max_sequence_length: int, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.max_sequence_length: int = max_sequence_length
         self._statistics: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def check(self) -> None:
@@ -55,14 +83,14 @@ class Flux2Klein(EditModule):
 
     # Text
 
-    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def encode_prompt(self, parts: Components, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (max_sequence_length, 3D), the outputs of three layers; padding counts."""
         embed = getattr(stock_pipeline(self.pipeline_name), self._prompt_function)
         # The language model without its head, whose logits are not needed.
         used = parts["text_encoder"].model, parts["tokenizer"], prompt, parts.dtype, parts.device("text_encoder")
         return {"prompt_embeds": embed(*used, self.max_sequence_length)[0]}
 
-    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
         return chat_tokens(parts["tokenizer"], prompts, False), self.max_sequence_length
 
     # Images
@@ -89,16 +117,11 @@ class Flux2Klein(EditModule):
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
-        return flux2_velocity(transformer, x_t, t, controls, prompt, self._guidance_scale)
+        return flux2_velocity(transformer, x_t, t, controls, prompt, self.training_guidance_scale)
 
 
 class Flux2Dev(Flux2Klein):
-    """FLUX.2 [dev]: Mistral reads the prompt, and guidance is embedded.
-
-    Args:
-        training_guidance_scale: the guidance embedding in training; 1 for the distilled model.
-        settings: of `Flux2Klein`.
-    """
+    """FLUX.2 [dev]: Mistral reads the prompt, and guidance is embedded."""
 
     pipeline_name = "Flux2Pipeline"
     sampling_rules = SamplingRules(None, mu=empirical_mu)
@@ -106,11 +129,7 @@ class Flux2Dev(Flux2Klein):
     _language_model = "Mistral3ForConditionalGeneration"
     _prompt_function = "_get_mistral_3_small_prompt_embeds"
 
-    def __init__(self, training_guidance_scale: float, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._guidance_scale = training_guidance_scale
-
-    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
         template = parts["tokenizer"].apply_chat_template

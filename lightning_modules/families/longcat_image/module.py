@@ -16,12 +16,23 @@ from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 from datamodules.images.windows import ConditionImages, Window, resize
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux.denoise import flux_last_block
+from lightning_modules.families.flux.native_names import NATIVE_NAMES as FLUX_NAMES
 from lightning_modules.families.longcat_image.denoise import longcat_velocity
-from lightning_modules.families.longcat_image.native_names import NATIVE_NAMES
 from lightning_modules.families.longcat_image.pipeline import LatentLongCat
-from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts, SamplingRules, text_pipeline
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, SamplingRules, text_pipeline
+from lightning_modules.pretrained.repository import Components
 
 MAX_TOKENS = 512  # the pipeline's, which fails for longer prompts instead of truncating them
+
+# As in ComfyUI, to which LongCat is one of FLUX.1's.
+NATIVE_NAMES = FLUX_NAMES._replace(
+    layers={
+        **FLUX_NAMES.layers,
+        "time_in.in_layer": ("time_embed.timestep_embedder.linear_1",),
+        "time_in.out_layer": ("time_embed.timestep_embedder.linear_2",),
+    },
+    readers="longcat",
+)
 
 
 @dataclass(frozen=True)
@@ -82,14 +93,14 @@ class LongCatImageEdit(EditModule):
 
     # Text
 
-    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def encode_prompt(self, parts: Components, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) of the image and of 512 text tokens, whose padding is not masked."""
         while len(_tokenize(parts["tokenizer"], prompt)) > MAX_TOKENS:
             prompt = prompt[:-1]
         pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
         return {"prompt_embeds": pipeline._encode_prompt([prompt], images)[0].to(parts.dtype)}
 
-    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
         return [len(_tokenize(parts["tokenizer"], prompt)) for prompt in prompts], MAX_TOKENS
 
     def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:

@@ -10,18 +10,31 @@ from datamodules.batch import stack_padded
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.z_image.denoise import z_image_velocity
-from lightning_modules.families.z_image.native_names import NATIVE_NAMES
 from lightning_modules.families.z_image.pipeline import LatentZImage
-from lightning_modules.family import Geometry, Layers, Parts, SamplingRules, chat_tokens, text_pipeline
+from lightning_modules.family import Geometry, Layers, SamplingRules, chat_tokens, text_pipeline
+from lightning_modules.lora_files.names import NativeNames
+from lightning_modules.pretrained.repository import Components
+
+# Blocks that see the noisy image, the text, and both.
+BLOCKS = ("noise_refiner.{}", "context_refiner.{}", "layers.{}")
+QKV = ("to_q", "to_k", "to_v")
+
+# As in Z-Image's own code. Files are written with diffusers' names: ComfyUI knows these, and musubi's and OneTrainer's
+# models have no others.
+NATIVE_NAMES = NativeNames(
+    read_only={
+        "x_embedder": ("all_x_embedder.2-1",),
+        **{f"{block}.attention.qkv": tuple(f"{block}.attention.{name}" for name in QKV) for block in BLOCKS},
+        **{f"{block}.attention.out": (f"{block}.attention.to_out.0",) for block in BLOCKS},
+        "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
+        "final_layer.linear": ("all_final_layer.2-1.linear",),
+    },
+    readers="z_image",
+)
 
 
 class ZImage(EditModule):
-    """Z-Image, text to image.
-
-    Args:
-        max_sequence_length: text tokens; longer prompts are truncated.
-        settings: of `EditModule`.
-    """
+    """Z-Image, text to image."""
 
     pipeline_name = "ZImagePipeline"
     transformer_class = "ZImageTransformer2DModel"
@@ -38,13 +51,9 @@ class ZImage(EditModule):
     sampling_rules = SamplingRules("guidance_scale", 0.0)
     latent_pipeline = LatentZImage
 
-    def __init__(self, max_sequence_length: int, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.max_sequence_length: int = max_sequence_length
-
     # Text
 
-    def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, parts: Components, prompts: list[str]) -> dict[str, Tensor]:
         """Return prompt_embeds (B, L, D) of the chats that begin with the prompts, and prompt_embeds_mask (B, L)."""
         pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
         device, length = parts.device("text_encoder"), self.max_sequence_length
@@ -63,7 +72,7 @@ class ZImage(EditModule):
         length = min(8 + len(prompt) // 4, self.max_sequence_length)  # with the template, at four characters a token
         return {"prompt_embeds": (length, config["cap_feat_dim"])}
 
-    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
         return chat_tokens(parts["tokenizer"], prompts, True), self.max_sequence_length
 
     # The transformer

@@ -74,6 +74,6 @@ def test_batch_is_its_samples_alone_and_computing_again_changes_nothing(tiny, ad
         assert_same(gradients(module, latents), plain)
 
 
-def test_a_batch_without_rejected_pictures_is_refused(tiny):
-    with pytest.raises(UserError, match="rejected image, which 0 lack"):
-        losses(made(tiny), latent_batch(DRAWS))
+def test_samples_without_rejected_images_are_refused(tiny):
+    with pytest.raises(UserError, match="rejected image, which some samples lack"):
+        made(tiny).objective.check_sizes([(((32, 32), (32, 32)), ())])
