@@ -8,7 +8,7 @@ from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
-from lightning_modules.families.flux2.native_names import NATIVE_NAMES as FLUX2_NAMES
+from lightning_modules.families.flux2.module import NATIVE_NAMES as FLUX2_NAMES
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames
