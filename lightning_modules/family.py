@@ -4,8 +4,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
@@ -13,7 +14,6 @@ from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.flow import dynamic_shift
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
-from lightning_modules.pretrained.repository import Components
 
 # Linear layers of several families' transformers.
 ATTENTION = ("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0")
@@ -172,6 +172,18 @@ class Layers(NamedTuple):
 ALIKE = Layers()
 
 
+class Parts(Protocol):
+    """The loaded components of a pipeline, without its transformer."""
+
+    dtype: torch.dtype
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a component, on its device."""
+
+    def device(self, name: str) -> torch.device:
+        """Return the device of a component."""
+
+
 def stock_pipeline(name: str) -> Any:
     """Return a pipeline of diffusers, whose import loads the encoders' classes: cached training does not need it."""
     import diffusers
@@ -179,7 +191,7 @@ def stock_pipeline(name: str) -> Any:
     return getattr(diffusers, name)
 
 
-def text_pipeline(name: str, parts: Components, components: Sequence[str]) -> Any:
+def text_pipeline(name: str, parts: Parts, components: Sequence[str]) -> Any:
     """Return a pipeline of diffusers with these components only; its language model computes no logits."""
     used = dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | {one: parts[one] for one in components}
     if used["text_encoder"] is not None:
@@ -228,14 +240,14 @@ class Family(ABC):
         """Return the family's settings that the outputs of its encoders depend on."""
         return {"max_sequence_length": self.max_sequence_length} if self.max_sequence_length else {}
 
-    def encode_prompt(self, parts: Components, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return the text conditioning by diffusers' argument names, without a batch dimension; `images` in 8 bits.
 
         Sequence tensors are (L, ...); NAME_mask is (L,), ones for tokens that count.
         """
         return {name: tensor[0] for name, tensor in self.encode_prompts(parts, [prompt]).items()}
 
-    def encode_prompts(self, parts: Components, prompts: list[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
         """Encode several prompts, each tensor (B, ...), with trainable text encoders that see no images."""
         raise NotImplementedError
 
@@ -253,7 +265,7 @@ class Family(ABC):
         """
         return self.max_sequence_length
 
-    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int] | None:
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
         """Return each prompt's token count and the text encoder's limit; None if it has no limit.
 
         Only tokenizers are loaded, which have no weights.

@@ -11,8 +11,7 @@ from lightning_modules.families.flux.denoise import flux_last_block, flux_veloci
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux.pipeline import LatentKontext
 from lightning_modules.families.patches import LatentPipeline
-from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Geometry, Layers
-from lightning_modules.pretrained.repository import Components
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Geometry, Layers, Parts
 
 # PREFERRED_KONTEXT_RESOLUTIONS of diffusers' pipeline, whose module imports the classes of all encoders.
 HIGH = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
@@ -36,7 +35,7 @@ class FluxKontext(EditModule):
 
     # Text
 
-    def encode_prompts(self, parts: Components, prompts: list[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
         """Return prompt_embeds (B, L, D), T5's last hidden states, and pooled_prompt_embeds (B, P) of CLIP."""
         length = parts["tokenizer"].model_max_length
         t5 = _encode(parts, "_2", prompts, self.max_sequence_length).last_hidden_state
@@ -49,7 +48,7 @@ class FluxKontext(EditModule):
         pooled = {"pooled_prompt_embeds": (config["pooled_projection_dim"],)}
         return super().prompt_shapes(config, prompt, images) | pooled
 
-    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         """Count T5's tokens; CLIP's vector is of the first 77."""
         return [len(ids) for ids in parts["tokenizer_2"](prompts).input_ids], self.max_sequence_length
 
@@ -78,7 +77,7 @@ class FluxDev(FluxKontext):
     geometry = Geometry()
 
 
-def _encode(parts: Components, suffix: str, prompts: list[str], length: int) -> Any:
+def _encode(parts: Parts, suffix: str, prompts: list[str], length: int) -> Any:
     """Return the output of the text encoder of this suffix."""
     tokens = parts[f"tokenizer{suffix}"](
         prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"

@@ -11,9 +11,8 @@ from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
 from lightning_modules.families.flux2.pipeline import LatentKlein, LatentReferences
-from lightning_modules.family import Layers, SamplingRules, chat_tokens, stock_pipeline
+from lightning_modules.family import Layers, Parts, SamplingRules, chat_tokens, stock_pipeline
 from lightning_modules.lora_files.names import NativeNames
-from lightning_modules.pretrained.repository import Components
 
 # The double blocks' attention, and both layers of a single block, which are its attention and its MLP in one.
 TARGETS = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "to_out")
@@ -83,14 +82,14 @@ class Flux2Klein(EditModule):
 
     # Text
 
-    def encode_prompt(self, parts: Components, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (max_sequence_length, 3D), the outputs of three layers; padding counts."""
         embed = getattr(stock_pipeline(self.pipeline_name), self._prompt_function)
         # The language model without its head, whose logits are not needed.
         used = parts["text_encoder"].model, parts["tokenizer"], prompt, parts.dtype, parts.device("text_encoder")
         return {"prompt_embeds": embed(*used, self.max_sequence_length)[0]}
 
-    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         return chat_tokens(parts["tokenizer"], prompts, False), self.max_sequence_length
 
     # Images
@@ -129,7 +128,7 @@ class Flux2Dev(Flux2Klein):
     _language_model = "Mistral3ForConditionalGeneration"
     _prompt_function = "_get_mistral_3_small_prompt_embeds"
 
-    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
         template = parts["tokenizer"].apply_chat_template

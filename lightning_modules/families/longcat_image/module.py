@@ -19,8 +19,7 @@ from lightning_modules.families.flux.denoise import flux_last_block
 from lightning_modules.families.flux.native_names import NATIVE_NAMES as FLUX_NAMES
 from lightning_modules.families.longcat_image.denoise import longcat_velocity
 from lightning_modules.families.longcat_image.pipeline import LatentLongCat
-from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, SamplingRules, text_pipeline
-from lightning_modules.pretrained.repository import Components
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts, SamplingRules, text_pipeline
 
 MAX_TOKENS = 512  # the pipeline's, which fails for longer prompts instead of truncating them
 
@@ -93,14 +92,14 @@ class LongCatImageEdit(EditModule):
 
     # Text
 
-    def encode_prompt(self, parts: Components, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) of the image and of 512 text tokens, whose padding is not masked."""
         while len(_tokenize(parts["tokenizer"], prompt)) > MAX_TOKENS:
             prompt = prompt[:-1]
         pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
         return {"prompt_embeds": pipeline._encode_prompt([prompt], images)[0].to(parts.dtype)}
 
-    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         return [len(_tokenize(parts["tokenizer"], prompt)) for prompt in prompts], MAX_TOKENS
 
     def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:

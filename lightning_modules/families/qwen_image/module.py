@@ -13,8 +13,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
 from lightning_modules.families.qwen_image.pipeline import LatentControls
-from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, text_pipeline
-from lightning_modules.pretrained.repository import Components
+from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts, text_pipeline
 
 
 @cache
@@ -48,7 +47,7 @@ class QwenImage(EditModule):
 
     # Text
 
-    def encode_prompt(self, parts: Components, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
+    def encode_prompt(self, parts: Parts, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         """Return prompt_embeds (L, D) and prompt_embeds_mask (L,), by the pipeline's own template."""
         seen = {"image": images} if images else {}
         where = {"device": parts.device("text_encoder"), "dtype": parts.dtype}
@@ -57,7 +56,7 @@ class QwenImage(EditModule):
         most = self.most_text_tokens
         return {"prompt_embeds": embeds[:most], "prompt_embeds_mask": mask[:most]}
 
-    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int] | None:
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
         if self.most_text_tokens is None:
             return None
         pipeline = text_pipeline(self.pipeline_name, parts, ["tokenizer"])

@@ -11,9 +11,8 @@ from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.z_image.denoise import z_image_velocity
 from lightning_modules.families.z_image.pipeline import LatentZImage
-from lightning_modules.family import Geometry, Layers, SamplingRules, chat_tokens, text_pipeline
+from lightning_modules.family import Geometry, Layers, Parts, SamplingRules, chat_tokens, text_pipeline
 from lightning_modules.lora_files.names import NativeNames
-from lightning_modules.pretrained.repository import Components
 
 # Blocks that see the noisy image, the text, and both.
 BLOCKS = ("noise_refiner.{}", "context_refiner.{}", "layers.{}")
@@ -53,7 +52,7 @@ class ZImage(EditModule):
 
     # Text
 
-    def encode_prompts(self, parts: Components, prompts: list[str]) -> dict[str, Tensor]:
+    def encode_prompts(self, parts: Parts, prompts: list[str]) -> dict[str, Tensor]:
         """Return prompt_embeds (B, L, D) of the chats that begin with the prompts, and prompt_embeds_mask (B, L)."""
         pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
         device, length = parts.device("text_encoder"), self.max_sequence_length
@@ -72,7 +71,7 @@ class ZImage(EditModule):
         length = min(8 + len(prompt) // 4, self.max_sequence_length)  # with the template, at four characters a token
         return {"prompt_embeds": (length, config["cap_feat_dim"])}
 
-    def prompt_tokens(self, parts: Components, prompts: list[str]) -> tuple[list[int], int]:
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         return chat_tokens(parts["tokenizer"], prompts, True), self.max_sequence_length
 
     # The transformer
