@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import shutil
 from typing import ClassVar
 
@@ -21,7 +20,6 @@ from datamodules.errors import UserError
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.frozen_base import note_once
 from report.images import read_strip
-from tasks.edit import requests
 from tests.support.combinations import first
 from tests.support.commands import compose, short
 from tests.support.pictures import photograph, pixels, records
@@ -196,23 +194,6 @@ def test_several_references_of_one_edit_stand_in_one_line(run, repositories, tmp
     assert np.abs(pixels(tmp_path / "out" / "a.png") - (stock * 255).round().astype(int)).max() <= 1
     assert len(list((tmp_path / "out").glob("*.png"))) == 1
     assert records(tmp_path / "out")[0]["image"] == list(map(str, paths))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["image=[]"], "image=[]: the list is empty"),
-        (["image=[/nowhere.png]"], "image=[...]: /nowhere.png is not an image file"),
-        (["image=[/tmp]"], "image=[...]: /tmp is not an image file"),
-        (
-            ["prompts_file=[a.txt,b.txt]"],
-            "only one file is read. Put all prompts into it, one a line, or pass prompt=[...].",
-        ),
-    ],
-)
-def test_lists_that_are_no_references_are_one_line(settings, words):
-    with pytest.raises(UserError, match=re.escape(words)):
-        requests(compose("predict", "prompt=x", *settings), None, [1.0])
 
 
 def test_a_max_area_that_shrinks_nothing_is_noted(run, tmp_path):
