@@ -158,6 +158,8 @@ def check_keys(cfg: DictConfig, script: str) -> None:
     known, values = declared(script), flat_settings(cast(dict[str, Any], OmegaConf.to_container(cfg)))
     for key in values:
         if known.knows(key):
+            if key in known.nodes and key not in known.leaves and values[key] not in (None, {}):
+                raise UserError(f"{key}={values[key]}: this is a group of settings. Set {key}.NAME=VALUE.")
             parent = key.rpartition(".")[0]
             if f"{parent}._target_" in known.leaves and f"{parent}._target_" not in values:
                 group = parent.replace(".", "/")

@@ -128,7 +128,7 @@ def test_step_that_is_not_finite_leaves_the_average_alone(run, tiny, pairs, tmp_
             "ema.half_life=100: AdamWScheduleFree averages its weights already",
         ),
         (["ema.half_life=0"], "ema.half_life=0: must be a number above 0 or null"),
-        (["ema=100"], "write ema.half_life=100"),
+        (["ema=100"], "ema=100: this is a group of settings"),
     ],
 )
 def test_wrong_settings_are_told_before_anything_is_loaded(refuses, overrides, words):
