@@ -37,13 +37,9 @@ def test_incomplete_pairs_are_listed_and_counted_or_skipped(refuses, folder):
     assert data.notes[0].startswith("skipped 6 incomplete")
 
 
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
-def test_truncated_image_is_named_or_skipped(refuses, folder, suffix):
-    good = folder / "control_images" / "00.png"
-    bad = good.with_suffix(suffix)
-    Image.open(good).resize((256, 256)).save(bad)
-    if suffix != ".png":
-        good.unlink()
+def test_truncated_image_is_named_or_skipped(refuses, folder):
+    bad = folder / "control_images" / "00.png"
+    Image.open(bad).resize((256, 256)).save(bad)
     bad.write_bytes(bad.read_bytes()[:-600])
     refuses(root=folder, words=[f"cannot read the image {bad}", "data.on_bad_image=skip"])
     data = scanned(folder, "data.on_bad_image=skip")

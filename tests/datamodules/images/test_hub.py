@@ -10,6 +10,7 @@ from tests.support.commands import ROOT
 from tests.support.servers import REVISION, hub
 from tests.support.stored import as_snapshot, picture
 
+pytestmark = pytest.mark.slow
 # Prints for each root how many samples it has, its first prompt and the size of its first target, or the error.
 CODE = """
 import sys
@@ -24,11 +25,6 @@ for root in sys.argv[1:]:
     except UserError as error:
         print(error)
 """
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return as_snapshot(tmp_path / "served")
 
 
 @pytest.fixture
@@ -52,26 +48,12 @@ def ask(tmp_path):
     return ask
 
 
-@pytest.mark.slow
-def test_splits_revisions_and_configurations(folder, ask):
-    roots = ["", "#test", "@main", f"@{REVISION}/default#test"]
-    with hub(folder) as address:
-        lines = ask(address, *(f"hf://owner/name{root}" for root in roots), "hf://datasets/owner/name")
-    found = f"make it number 0 {len(picture(10))}"
-    assert lines == [f"{count} {found}" for count in (4, 1, 4, 1, 4)]
-
-
-def test_downloaded_once_it_is_read_without_a_network(folder, ask):
-    with hub(folder) as address:
-        first = ask(address, "hf://owner/name")
-    assert ask(None, "hf://owner/name") == first
-
-
-@pytest.mark.slow
-def test_what_is_not_there_is_a_line(folder, ask):
-    with hub(folder) as address:
-        none, config, split = ask(address, "hf://owner/none", "hf://owner/name/other", "hf://owner/name#dev")
+def test_splits_revisions_and_configurations_are_downloaded_once(ask, tmp_path):
+    roots = [f"hf://owner/name{root}" for root in ("", "#test", f"@{REVISION}/default#test")]
+    with hub(as_snapshot(tmp_path / "served")) as address:
+        *found, none, config = ask(address, *roots, "hf://owner/none", "hf://owner/name/other")
+    assert found == [f"{count} make it number 0 {len(picture(10))}" for count in (4, 1, 1)]
     assert none.startswith("data.root=hf://owner/none: Dataset 'owner/none' doesn't exist on the Hub")
     assert none.endswith("see https://huggingface.co/datasets/owner/none")
     assert "'other' not found. Available: ['default']" in config
-    assert split == "data.root=hf://owner/name#dev: no split dev; its splits are train, test: name one after a #"
+    assert ask(None, roots[0]) == found[:1], "read without a network"

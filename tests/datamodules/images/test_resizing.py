@@ -39,7 +39,7 @@ def test_kontexts_preferred_sizes_are_those_of_its_pipeline():
 
 
 @pytest.mark.parametrize("multiple", [16, 32])
-@pytest.mark.parametrize("side", [512, 768, 1024, 1328, 2048])
+@pytest.mark.parametrize("side", [512, 1024, 1328])
 def test_buckets_are_multiples_of_about_the_area_and_close_together(side, multiple):
     table = bucket_table(side**2, multiple)
     assert all(width % multiple == height % multiple == 0 for width, height in table)
@@ -65,7 +65,7 @@ def test_qwens_controls_get_the_same_pixels_as_their_targets():
         assert target == control
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @example(251, 839, 512, 32, "aspect")  # a hair too much, by the rounding of its sides
 @given(SIDES, SIDES, st.sampled_from([64, 512, 1024]), st.sampled_from([16, 32]), st.sampled_from(["aspect", "family"]))
 def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width, height, side, multiple, buckets):
@@ -151,13 +151,13 @@ EDITING = ("flux_kontext", "flux2_klein_4b", "qwen_image_edit", "qwen_image_edit
 
 
 @pytest.mark.parametrize("model", EDITING)
-@pytest.mark.parametrize("own", [(3000, 2000), (600, 800), (1231, 917)])
-def test_no_family_learns_or_sees_a_zoom(model, own, tmp_path):
+def test_no_family_learns_or_sees_a_zoom(model, tmp_path):
     """The target and the control show the same view, on the same grid of latent pixels, in training and prediction."""
     with without_network(compose("train", f"model={model}").model) as module:
         images, multiple = module.condition_images, module.geometry.side_multiple
-    sizes = own, (own[0] + 3, own[1] - 2), (own[0] - 2, own[1] + 1)  # controls that are cropped by hand
-    for buckets, side in itertools.product(("exact", "aspect"), (512, 1024)):
+    photographs = (3000, 2000), (600, 800), (1231, 917)
+    for own, buckets, side in itertools.product(photographs, ("exact", "aspect"), (512, 1024)):
+        sizes = own, (own[0] + 3, own[1] - 2), (own[0] - 2, own[1] + 1)  # controls that are cropped by hand
         frame = framing(buckets, multiple=multiple, condition_images=images)
         [view] = views(frame, *sizes[: (images.most or 2) + 1], root=Root("", resolution=(side,)))
         target, *controls = view.windows
@@ -205,7 +205,7 @@ def center(pixels):
     return (columns * bright).sum() / bright.sum(), (rows * bright).sum() / bright.sum()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.integers(130, 420),
     st.integers(130, 420),

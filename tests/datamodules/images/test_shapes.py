@@ -48,16 +48,6 @@ def test_pictures_are_a_function_of_the_seed(tmp_path):
     assert [s.prompts[0] for s in found[0].samples] != [s.prompts[0] for s in found[2].samples]
 
 
-def test_removing_leaves_the_ground_and_everything_else():
-    [circle, star] = SCENE.shapes
-    edited = edit("remove")
-    assert edited.prompt == "remove the circle"
-    assert not changed(edited.result, draw(Scene("blue", (star,)))).any()
-    rows, columns = np.nonzero(changed(edited.result, draw(SCENE)))
-    assert abs(rows - circle.y).max() <= circle.radius
-    assert abs(columns - circle.x).max() <= circle.radius
-
-
 @pytest.mark.parametrize("name", ["recolor", "background", "turn", "move"])
 def test_way_back_leads_back(name, tmp_path):
     samples = drawn(tmp_path, [name], 10, 3, 1).samples

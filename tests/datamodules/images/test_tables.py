@@ -72,10 +72,8 @@ def test_named_columns_win_and_a_bare_edit_is_the_last_guess_of_a_prompt():
             {},
             "t has no column of condition images, column of targets, column of prompts; its columns are a, b",
         ),
-        (["image", "source"], {}, "t has no column of prompts; its columns are image, source: name"),
         (THREE, {"control": "src"}, "has no column src, which data.columns names for control; its"),
         (THREE, {"goal": "image"}, "there is no goal; choose from control, target, prompt, mask"),
-        (THREE, {"target": ["image", "source"]}, "only control may have several"),
         (["image", "source_img", "source_image", "text"], {}, "source_img and source_image may both be the control"),
     ],
 )
@@ -100,8 +98,7 @@ def write(folder, **columns):
 OURS = {"file_name": "a.png", "control_file_name": "b.png", "prompt": "make it snow"}
 
 
-@pytest.mark.parametrize("word", ["instruction", "image", "mask", "control"])
-@pytest.mark.parametrize("value", ["words", "s.png"])
+@pytest.mark.parametrize(("word", "value"), [("instruction", "words"), ("control", "s.png")])
 def test_our_names_win_over_every_guess(tmp_path, word, value):
     root = write(tmp_path, **{word: value}, **OURS, mask_file_name="m.png")
     found = find_samples([root])
@@ -178,9 +175,7 @@ FIRST, LAST = "t/1.png,c/1.png,make it red\n", "t/1.png,c/2.png,make it blue\n"
     ("rows", "message"),
     [
         ("t/1.png,c/1.png,make it snow, please\n", "line 3: 4 values for 3 columns .* comma needs quotes"),
-        ("t/1.png,c/1.png\n", "line 3: 2 values for 3 columns"),
         ('t/1.png,c/1.png,"make it snow\n', "line 3: a quote is left open"),
-        (f't/1.png,c/1.png,"make it snow\n{LAST}t/1.png,c/1.png,"rain"\n', "line 3: a quote is left open"),
         (f't/1.png,c/1.png,"make it snow\n{LAST}t/1.png,c/1.png,rain"\n', "line 3: .* holds the row of t/1.png"),
         ('t/1.png,c/1.png,"make it "snow" now"\n', "line 3: a quote is left open, or not doubled"),
     ],
@@ -201,11 +196,9 @@ def test_csv_may_have_empty_rows_spaces_after_commas_and_prompts_of_several_line
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("metadata.csv", "prompt,prompt,file_name\n1,2,3\n", "has the column prompt twice"),
         ("metadata.jsonl", '{"prompt": "a", "prompt": "b"}', "has the column prompt twice"),
         ("metadata.jsonl", "", "has no rows"),
         ("metadata.jsonl", "{nonsense", "line 1 is not JSON"),
-        ("metadata.jsonl", '["a"]', "line 1 is not an object of columns"),
         ("metadata.jsonl", '{"file_name": "t/1.png", "prompt": "x"}', "no column of condition images; its columns are"),
     ],
 )
@@ -222,10 +215,8 @@ def test_unusable_tables_are_refused(folder, name, text, message):
     ("value", "message"),
     [
         ({"prompt": "\ud83d"}, "row 2: prompt holds an incomplete character"),
-        ({"prompt": float("nan")}, "row 2: prompt must be text"),
         ({"control_file_name": {"a": 1}}, "row 2: control_file_name=.*: must be an image or a list"),
         ({"control_file_name": '["c/1.png"'}, "row 2: control_file_name=.*: several images must be written as"),
-        ({"file_name": ["t/1.png", "c/1.png"]}, "row 2: file_name must be one image"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(folder, value, message):
