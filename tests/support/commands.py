@@ -95,6 +95,21 @@ def run_here(script: str, *overrides: str) -> Outcome:
         return Outcome(status, output.read())
 
 
+def run_task(task: str, *overrides: str) -> str:
+    """Call the function of a task of predict.py with its settings, in this process, and return its output."""
+    from tasks.check_keys import chosen_task
+    from tasks.terminal import configure_logging
+
+    cfg = compose("predict", f"task={task}", *map(str, overrides))
+    folder = Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("r") as output:
+        with captured(output.name):
+            configure_logging()
+            hydra.utils.get_method(chosen_task(task, "predict"))(cfg, folder)
+        return output.read()
+
+
 def run_code(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code that must end well in a process of its own."""
     command, text = [sys.executable, "-c", code, *arguments], {"capture_output": True, "text": True}

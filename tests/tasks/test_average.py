@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
 
 import pytest
 import safetensors
 import torch
 
+from datamodules.errors import UserError
 from tasks.average import ema_exponent, ema_weights
+from tests.support.commands import run_task
 
 FILE = "pytorch_lora_weights.safetensors"
 
@@ -52,9 +55,9 @@ def test_weights_are_those_of_an_average_kept_at_each_saving(std):
     assert weights[:4] == sorted(weights[:4])
 
 
-def test_run_is_averaged_from_its_raw_weights_for_each_length(run, whole, tmp_path):
-    text = run("predict", "task=average", f"lora={whole}", "average.relative_std=[0.05,0.2]", f"output_dir={tmp_path}")
-    assert "raw weights of 5 files, step 1 to 5" in text.text
+def test_run_is_averaged_from_its_raw_weights_for_each_length(whole, tmp_path):
+    text = run_task("average", f"lora={whole}", "average.relative_std=[0.05,0.2]", f"output_dir={tmp_path}")
+    assert "raw weights of 5 files, step 1 to 5" in text
     steps = [1, 2, 3, 4, 5]
     _, trained = tensors(whole / "lora" / "last-raw" / FILE)
     for std in (0.05, 0.2):
@@ -73,16 +76,17 @@ def test_run_is_averaged_from_its_raw_weights_for_each_length(run, whole, tmp_pa
 
 def test_average_is_a_lora_like_any_other(run, tiny, whole, photo, tmp_path):
     folder = tmp_path / "mean"
-    run("predict", "task=average", f"lora={whole}", f"output_dir={folder}")
+    run_task("average", f"lora={whole}", f"output_dir={folder}")
     asked = [f"image={photo}", "prompt=snow", "num_inference_steps=1", f"output_dir={tmp_path / 'pictures'}"]
     error = run("predict", f"lora={folder}", *asked, ok=False).error
     assert f"was trained on {tiny.name}, a folder of the machine that trained it" in error
     asked.append(f"model.pretrained_model_name_or_path={tiny}")
     run("predict", f"lora={folder}", *asked)
     assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
-    again = ["task=average", f"lora={whole}", f"output_dir={folder}"]
-    assert f"{folder / FILE} exists" in run("predict", *again, ok=False).error
-    run("predict", *again, "overwrite=true")
+    again = ["average", f"lora={whole}", f"output_dir={folder}"]
+    with pytest.raises(UserError, match=f"{folder / FILE} exists"):
+        run_task(*again)
+    run_task(*again, "overwrite=true")
 
 
 def copy(source, target, change=lambda header: None, edit=lambda tensors: tensors):
@@ -95,17 +99,17 @@ def copy(source, target, change=lambda header: None, edit=lambda tensors: tensor
     return target.parent
 
 
-def test_equal_files_give_themselves(run, whole, tmp_path):
+def test_equal_files_give_themselves(whole, tmp_path):
     source = whole / "lora" / "last-raw" / FILE
     files = [copy(source, tmp_path / str(n) / FILE, lambda header, n=n: header.update(step=n * n)) for n in (5, 2, 3)]
-    run("predict", "task=average", f"lora=[{','.join(map(str, files))}]", f"output_dir={tmp_path / 'mean'}")
+    run_task("average", f"lora=[{','.join(map(str, files))}]", f"output_dir={tmp_path / 'mean'}")
     found, header = tensors(tmp_path / "mean" / FILE)
     assert header["step"] == 25
     assert header["average"]["steps"] == [4, 9, 25]
     assert all(torch.equal(tensor, tensors(source)[0][name]) for name, tensor in found.items())
 
 
-def test_files_of_no_one_run_are_refused(run, learned, whole, tmp_path):
+def test_files_of_no_one_run_are_refused(learned, whole, tmp_path):
     step = whole / "lora" / "step-000003-raw"
 
     def other(name, change, edit=lambda found: found):
@@ -123,8 +127,10 @@ def test_files_of_no_one_run_are_refused(run, learned, whole, tmp_path):
         f"[{step},{rank}]": "rank is 4 and 8",
         f"[{step},{layers}]": "are not of one run: transformer.",
     }.items():
-        asked = ["task=average", f"lora={given}", f"output_dir={tmp_path / 'out'}"]
-        assert words in run("predict", *asked, ok=False).error
-        assert not (tmp_path / "out").exists()
-    settings = ["task=average", f"lora={whole}", "average.relative_std=0.3"]
-    assert "to 0.28" in run("predict", *settings, ok=False).error
+        with pytest.raises(UserError, match=re.escape(words)):
+            run_task("average", f"lora={given}", f"output_dir={tmp_path / 'out'}")
+        assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_average_of_another_length_is_refused(refuses, whole):
+    refuses("task=average", f"lora={whole}", "average.relative_std=0.3", words="to 0.28", script="predict")

@@ -14,6 +14,7 @@ from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, write
 from tasks.export import title
 from tests.support.combinations import first
+from tests.support.commands import run_task
 from tests.support.lora_files import layer_names, random_updates, relative
 
 CASES = [("flux_kontext", "all-linear", True), ("qwen_image_edit", "default", False)]
@@ -46,14 +47,14 @@ def made(repositories, names, tmp_path):
 
 
 @pytest.fixture
-def export(run, tmp_path, monkeypatch):
+def export(tmp_path, monkeypatch):
     """Run task=export; gives the one file that it wrote, and what it said."""
     monkeypatch.chdir(tmp_path)
     number = iter(range(100))
 
-    def export(*overrides, **more):
+    def export(*overrides):
         folder = tmp_path / f"out{next(number)}"
-        text = run("predict", "task=export", *overrides, f"output_dir={folder}").text
+        text = run_task("export", *overrides, f"output_dir={folder}")
         [path] = folder.glob("*.safetensors")
         return path, text
 

@@ -6,7 +6,7 @@ from hydra.utils import instantiate
 
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.lora_files.reading import LoRAFile
-from tests.support.commands import compose
+from tests.support.commands import compose, run_task
 from tests.support.lora_files import relative
 from tests.support.tiny_adapters import ADAPTERS, LAYER, RANK, build, learn
 
@@ -45,10 +45,10 @@ def test_first_components_are_what_the_mask_leaves(tiny, adapter):
 
 
 @pytest.mark.parametrize(("adapter", "rank"), [("tlora", 2), ("ortho_tlora", 4)])
-def test_a_constant_rank_is_the_first_components_as_a_lora(run, learned, names, tmp_path, adapter, rank):
+def test_a_constant_rank_is_the_first_components_as_a_lora(learned, names, tmp_path, adapter, rank):
     """A component of an orthogonal T-LoRA has two rows."""
     lora = learned(adapter)
-    run("predict", "task=export", f"lora={lora}", "rank=2", f"output_dir={tmp_path}")
+    run_task("export", f"lora={lora}", "rank=2", f"output_dir={tmp_path}")
     [path] = tmp_path.glob("*.safetensors")
     facts = LoRAFile(path).adapter
     assert ("rank_schedule" in facts, facts["rank"]) == (False, rank)
@@ -65,9 +65,9 @@ def test_the_rank_must_be_chosen_and_t_loras_are_not_added_up(refuses, learned):
     refuses("task=export", f"merge=[{other},{one}]", "rank=2", words=merge, script="predict")
 
 
-def test_a_schedule_that_masks_nothing_needs_no_rank(run, runs, names, tmp_path):
+def test_a_schedule_that_masks_nothing_needs_no_rank(runs, names, tmp_path):
     trained = runs(1, "adapter=ortho_tlora", "adapter.rank_schedule=constant").folder
-    run("predict", "task=export", f"lora={trained}", f"output_dir={tmp_path}")
+    run_task("export", f"lora={trained}", f"output_dir={tmp_path}")
     [path] = tmp_path.glob("*.safetensors")
     assert relative(read(weights_of(trained), names), read(path, names)) < 1e-6
     facts = LoRAFile(path).adapter

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from datamodules.errors import UserError
 from lightning_modules.lora_files.writing import write
 from tasks.models import known_models
 from tests.support.combinations import first
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, run_task
 from tests.support.lora_files import random_delta
 
 LAYERS = (
@@ -44,12 +45,11 @@ def dense(updates):
 
 
 @pytest.fixture
-def info(run, tmp_path):
+def info(tmp_path):
     """Run the task; returns the table's rows by name, and all that was printed."""
 
     def info(*loras, more=()):
-        out = tmp_path / "out"
-        text = run("predict", "task=lora_info", f"lora=[{','.join(map(str, loras))}]", f"output_dir={out}", *more).text
+        text = run_task("lora_info", f"lora=[{','.join(map(str, loras))}]", f"output_dir={tmp_path / 'out'}", *more)
         lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
         return {name: values for name, *values in lines if name}, text
 
@@ -107,12 +107,12 @@ def test_what_fits_no_model_is_described_all_the_same(info, tmp_path):
     assert rows["norm"] == ["16, of the whole update"]
 
 
-def test_model_names_the_model_and_must_fit(info, run, updates, tmp_path):
+def test_model_names_the_model_and_must_fit(info, updates, tmp_path):
     path = tmp_path / "x.safetensors"
     write(path, updates, {})
     assert info(path, more=["model=flux_kontext"])[0]["for"] == ["flux_kontext, as model= says"]
-    error = run("predict", "task=lora_info", f"lora={path}", "model=qwen_image_edit", ok=False).error
-    assert "does not fit Qwen/Qwen-Image-Edit" in error
+    with pytest.raises(UserError, match="does not fit Qwen/Qwen-Image-Edit"):
+        info(path, more=["model=qwen_image_edit"])
 
 
 def test_what_is_broken_is_said(info, updates, tmp_path):
@@ -178,5 +178,5 @@ def test_no_header_can_break_the_terminal(info, updates, tmp_path, count):
     assert "more entries" in text
 
 
-def test_three_files_are_refused(run):
-    assert "give lora=FILE, or two" in run("predict", "task=lora_info", "lora=[a,b,c]", ok=False).error
+def test_three_files_are_refused(refuses):
+    refuses("task=lora_info", "lora=[a,b,c]", words="give lora=FILE, or two", script="predict")
