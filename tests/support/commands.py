@@ -104,7 +104,8 @@ def run_task(task: str, *overrides: str) -> str:
     folder = Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("r") as output:
-        with captured(output.name):
+        # Tasks compose the settings of other models.
+        with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"), captured(output.name):
             configure_logging()
             hydra.utils.get_method(chosen_task(task, "predict"))(cfg, folder)
         return output.read()
