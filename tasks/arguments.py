@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,6 +91,9 @@ def quote_values(arguments: list[str]) -> list[str]:
 
 def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]:
     """Return Hydra's options, and the settings, which may stand before, between and after them."""
+    if "--version" in arguments:  # Hydra's option would print Hydra's
+        print(f"retouch {version('retouch')}")
+        raise SystemExit(0)
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:

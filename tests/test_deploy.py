@@ -212,10 +212,3 @@ def test_commands_of_the_pages_have_settings_that_exist(name, arguments):
     if name == "train":
         assert cfg.resume == "auto"
         assert cfg.output_dir
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_that_the_pages_link_to_is_there(page):
-    links = [link for link in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", page.read_text()) if link]
-    assert links
-    assert all((page.parent / link).exists() for link in links if not link.startswith("https://"))

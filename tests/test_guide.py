@@ -8,7 +8,7 @@ from lightning_modules.family import Family
 from tests.support.commands import ROOT
 from tests.support.tiny_pipelines import MODELS
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("deploy/*.md")]
 
 
 def anchors(text: str) -> set[str]:

@@ -216,6 +216,7 @@ def test_command_refuses_keys_of_an_own_file_without_a_folder_or_words_of_hydra(
     assert "Did you mean" in outcome.error
     assert len([line for line in outcome.text.splitlines() if not line.startswith("starting: ")]) == 1
     assert not (tmp_path / "out").exists()
+    assert run("train", "--version").text.startswith("retouch ")
 
 
 @pytest.mark.parametrize(
