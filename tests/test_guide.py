@@ -29,3 +29,10 @@ def test_links_lead_to_files_and_headings(page):
         path = page.parent / target if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
+
+
+def test_each_promise_has_its_test():
+    rows = re.findall(r"^\| .* \| `(.*)::(.*)` \|$", (ROOT / "tests" / "README.md").read_text(), re.M)
+    assert len(rows) > 40
+    for path, name in rows:
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"
