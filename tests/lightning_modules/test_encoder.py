@@ -25,6 +25,6 @@ def test_all_captions_are_encoded_in_the_encoders_own_precision(tiny, pairs, mon
     monkeypatch.setattr(module, "encode_prompt", noting)
     captions = (*raw.prompts, "a second one", "a third one")
     with torch.autocast("cpu", torch.bfloat16):
-        _, prompts = module.encoder.to_cache(EncodeRequest(raw, "id", [], captions, 0))
+        _, prompts = module.encoder.to_cache(EncodeRequest(raw, "id", [], captions, (), 0))
     assert len(prompts) == 3
     assert mixed == dict.fromkeys([*captions, ""], False)
