@@ -14,9 +14,8 @@ from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
-from lightning_modules.adapters.gate import Gate
 from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapters
-from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.adapters.rank_mask import Gate, RankGate
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
 from lightning_modules.execution.blocks import (
     cast_inputs_once,

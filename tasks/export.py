@@ -20,9 +20,8 @@ from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import extract, write_fused
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
 from lightning_modules.adapters.ranks import PATTERNS, Ranks
-from lightning_modules.lora_files.arithmetic import relative_change, weighted_sum
 from lightning_modules.lora_files.compatibility import readers
-from lightning_modules.lora_files.delta import Delta, LowRank
+from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
 from lightning_modules.lora_files.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME, find_or_download
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.reading import LoRAFile

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from datamodules.errors import UserError, listing, printable
-from lightning_modules.lora_files.arithmetic import squared_difference
-from lightning_modules.lora_files.delta import Delta
+from lightning_modules.lora_files.delta import Delta, squared_difference
 from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.names import LayerNames, LayerShape
 from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile

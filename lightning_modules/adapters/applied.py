@@ -11,7 +11,7 @@ from typing import Any
 from datamodules.errors import UserError
 from datamodules.files import reading
 from lightning_modules.adapters.adapter import Adapter, trainable
-from lightning_modules.adapters.dora import attach_magnitudes
+from lightning_modules.adapters.lora import attach_magnitudes
 from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable, without_adapters
 from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches

@@ -1,8 +1,8 @@
 """LoRA files of any program: find, read, compare, combine and write them.
 
-A file holds a delta for each adapted linear layer (delta.py, kinds.py). `LoRAFile` (reading.py) finds the deltas by any
-program's names of the layers (names.py), arithmetic.py combines, compares and shrinks them, writing.py writes them for
-any program, and compatibility.py knows which programs read the result.
+A file holds a delta for each adapted linear layer (kinds.py); delta.py compares, combines and shrinks deltas.
+`LoRAFile` (reading.py) finds them by any program's names of the layers (names.py), writing.py writes them for any
+program, and compatibility.py knows which programs read the result.
 
 The package knows nothing of training, configuration or whole models: of Retouch it imports only errors and files.
 """

@@ -5,8 +5,8 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.adapters import ortho_tlora
-from lightning_modules.adapters.ortho_tlora import random_singular_values
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
+from lightning_modules.adapters.tlora import random_singular_values
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_modules.lora_files.arithmetic import relative_change, squared_difference, weighted_sum
-from lightning_modules.lora_files.delta import LowRank, best_of_rank
+from lightning_modules.lora_files.delta import LowRank, best_of_rank, relative_change, squared_difference, weighted_sum
 from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_symmetric
 from tests.support.lora_files import dense
 

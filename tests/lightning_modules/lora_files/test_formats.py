@@ -16,7 +16,7 @@ from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.qwen_image.module import QwenImageEdit
 from lightning_modules.families.z_image.module import ZImage
-from lightning_modules.lora_files.arithmetic import relative_change
+from lightning_modules.lora_files.delta import relative_change
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, encode, write
