@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from datamodules.errors import UserError
-from lightning_modules.adapters import ortho_tlora
+from lightning_modules.adapters import tlora
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.tlora import random_singular_values
 from lightning_modules.lora_files.names import LayerNames
@@ -50,7 +50,7 @@ def test_random_singular_values_are_those_of_independent_normal_entries(sides):
 @pytest.fixture
 def large_values(monkeypatch):
     """Start from singular values next to which what is learned is small."""
-    monkeypatch.setattr(ortho_tlora, "random_singular_values", lambda *sides: torch.full((min(sides),), 16.0))
+    monkeypatch.setattr(tlora, "random_singular_values", lambda *sides: torch.full((min(sides),), 16.0))
 
 
 def test_rank_above_the_singular_values_is_refused(tiny):
