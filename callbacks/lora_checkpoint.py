@@ -131,7 +131,7 @@ class LoRACheckpoint(L.Callback):
         assert module.adapter is not None
         assert module.transformer is not None
         step = trainer.global_step
-        names = [f"step-{step:06d}", "last"] if module.adapter.keeps_steps else ["last"]
+        names = ["last"] if module.adapter.trains_base else [f"step-{step:06d}", "last"]
         # All processes take part; the first one writes. The mark tells an interrupted first save from a run's weights.
         writes = trainer.is_global_zero
         with replacing(self.run.checkpoint) if writes else nullcontext(self.run.checkpoint) as path:

@@ -166,7 +166,8 @@ class Execution:
     @property
     def rank_gates(self) -> list[RankGate]:
         """The rank gates of the trained adapter, if it is a T-LoRA."""
-        return [] if self.trained_adapter is None else self.trained_adapter.rank_gates()
+        gate = None if self.trained_adapter is None else self.trained_adapter.rank_gate
+        return [] if gate is None else [gate]
 
     @property
     def searches_checkpointing(self) -> bool:

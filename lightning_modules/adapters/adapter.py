@@ -34,22 +34,22 @@ class Adapter(ABC):
 
     Attributes:
         folder: of its weights, in the run's folder.
-        keeps_steps: whether all saved steps are kept, or the newest only.
         dropout: share of a layer's inputs that it drops in training.
         trains_text_encoders: whether prompts are encoded in every step.
-        trains_base: whether the transformer's own weights train, in float32.
+        trains_base: whether the transformer's own weights train, in float32; then only the newest are kept.
         is_linear: whether a layer's update is only a product of two projections, so that negating the first one's
             output negates the update, for single samples of a batch.
         adds_to_outputs: whether its updates are added to outputs of layers, whatever the base's weights.
+        rank_gate: the gate that masks its rank; None except for T-LoRA.
     """
 
     folder: str
-    keeps_steps: bool = True
     dropout: float = 0.0
     trains_text_encoders: bool = False
     trains_base: bool = False
     is_linear: bool = False
     adds_to_outputs: bool = True
+    rank_gate: RankGate | None = None
 
     @abstractmethod
     def check(self, base: FrozenBase, training: Training) -> None:
@@ -100,11 +100,7 @@ class Adapter(ABC):
 
     def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:
         """Return a function that runs a block later with the present rank mask, for gradient checkpointing."""
-        return block
-
-    def rank_gates(self) -> list[RankGate]:
-        """Return the gates that mask its rank."""
-        return []
+        return block if self.rank_gate is None else self.rank_gate.bind(block)
 
     def lr_factor(self, name: str) -> float:
         """Return the factor of optimizer.lr for a parameter."""

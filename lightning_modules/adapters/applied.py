@@ -73,7 +73,7 @@ class AppliedLoRAs:
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
         """Load them into diffusers' transformer, frozen."""
-        from lightning_modules.adapters.delta_linear import add_deltas
+        from lightning_modules.adapters.factored import add_deltas
 
         self.rank_gates = []
         names = base.layer_names
@@ -175,7 +175,7 @@ def load_adapter(transformer: Any, lora: str | Path, adapter_name: str = "defaul
         lora: a run's folder, a weights folder or a file, with diffusers' layer names.
         adapter_name: for `set_adapters`.
     """
-    from lightning_modules.adapters.delta_linear import add_deltas
+    from lightning_modules.adapters.factored import add_deltas
 
     path = find_or_download(str(lora))
     updates = LoRAFile(path).read(LayerNames(transformer), type(transformer).__name__)

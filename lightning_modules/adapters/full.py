@@ -26,7 +26,6 @@ class FullFineTuning(Adapter):
     """
 
     folder = "model"
-    keeps_steps = False
     trains_base = True
 
     def __init__(self, text_encoders: bool) -> None:

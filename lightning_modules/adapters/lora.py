@@ -35,10 +35,10 @@ class LoRA(DeltaAdapter):
     Args:
         rank, alpha, use_rslora, rank_pattern, alpha_pattern: of `Ranks`; alpha None: the rank.
         dropout: share of the inputs that the update drops in training.
-        target_modules, init_from, lr_pattern, seed: of `DeltaAdapter`.
         init_lora_weights: of peft: True draws the down projection as PyTorch does, `gaussian` from a normal
             distribution of standard deviation 1 / rank; the up projection is zero.
         lora_plus_ratio: learning-rate ratio of the up to the down projections (LoRA+, arXiv 2402.12354); None: 1.
+        settings: of `DeltaAdapter`.
 
     Attributes:
         width: neighbouring rows of the down projection that are one component.
@@ -56,16 +56,13 @@ class LoRA(DeltaAdapter):
         rank_pattern: Mapping[str, int] | None,
         alpha_pattern: Mapping[str, float] | None,
         dropout: float,
-        target_modules: Sequence[str] | str | None,
         init_lora_weights: bool | str,
-        init_from: str | None,
-        lr_pattern: Mapping[str, float] | None,
         lora_plus_ratio: float | None,
-        seed: int,
+        **settings: Any,
     ) -> None:
         if init_lora_weights not in (True, "gaussian"):
             raise UserError(f"adapter.init_lora_weights={init_lora_weights}: choose true or gaussian")
-        super().__init__(target_modules, init_from, lr_pattern, seed)
+        super().__init__(**settings)
         patterns = ({str(key): value for key, value in (one or {}).items()} for one in (rank_pattern, alpha_pattern))
         self.rank = rank
         self.ranks = Ranks(rank, rank if alpha is None else alpha, use_rslora, *patterns)

@@ -1,7 +1,6 @@
 """T-LoRA (arXiv 2507.05964): a LoRA whose rank follows the timestep, to learn from one image or a few."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,16 +27,18 @@ class TLoRA(LoRA):
         lora: of `LoRA`.
     """
 
+    rank_gate: RankGate
+
     def __init__(self, min_rank: int, alpha_rank_scale: float, rank_schedule: Any, **lora: Any) -> None:
         super().__init__(**lora)
         if self.ranks.rank_pattern:
             raise UserError("adapter.rank_pattern: a T-LoRA's schedule has one rank. Leave it out.")
         self.schedule = RankSchedule(rank_schedule, self.rank, min_rank, alpha_rank_scale)
-        self.gate = RankGate(self.schedule, self.width)
+        self.rank_gate = RankGate(self.schedule, self.width)
 
     def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
         super().inject(transformer, layers)
-        self.gate.attach(transformer, ADAPTER)
+        self.rank_gate.attach(transformer, ADAPTER)
 
     def resolve_targets(self, transformer: nn.Module, layers: Layers) -> list[str]:
         targets = super().resolve_targets(transformer, layers)
@@ -47,12 +48,6 @@ class TLoRA(LoRA):
                 "a T-LoRA cannot mask single samples. Leave it out."
             )
         return targets
-
-    def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:
-        return self.gate.bind(block)
-
-    def rank_gates(self) -> list[RankGate]:
-        return [self.gate]
 
     def metadata(self) -> dict[str, Any]:
         schedule = {**asdict(self.schedule), "width": self.width, "note": WITHOUT_SCHEDULE}
@@ -143,7 +138,9 @@ class OrthoTLoRA(TLoRA):
     """T-LoRA whose components start as singular vectors; its files are LoRAs of twice the rank.
 
     They are the last r singular triples of a random matrix with independent normal entries of standard deviation 1/r,
-    the default of the paper's authors.
+    the default of the paper's authors. The matrix itself is never computed: its singular vectors are uniform on the
+    orthonormal frames and independent of its singular values, which hardly differ from matrix to matrix. Layers of one
+    shape have the values of one matrix.
     """
 
     width = 2
@@ -156,32 +153,18 @@ class OrthoTLoRA(TLoRA):
                 raise UserError(f"adapter.rank={self.rank}: {name} has {min(sides)} singular values")
             place = layer.lora_A[ADAPTER].weight.device
             if place.type == "meta" or self.init_from is not None:
-                shapes = (sides[0], self.rank), (self.rank,), (self.rank, sides[1])
-                p, values, q = (torch.zeros(shape, device=place) for shape in shapes)
+                p, q = (torch.zeros(side, self.rank, device=place) for side in sides)
+                values = torch.zeros(self.rank, device=place)
             else:
-                p, values, q = random_triples(*sides, self.rank, generator)
-                values = values / self.rank
-            layer.lora_A[ADAPTER] = OrthoDown(q.to(place), values.to(place))
+                p, q = (random_frame(side, self.rank, generator) for side in sides)
+                values = random_singular_values(*sides)[-self.rank :] / self.rank
+            layer.lora_A[ADAPTER] = OrthoDown(q.T.contiguous().to(place), values.to(place))
             layer.lora_B[ADAPTER] = OrthoUp(p.to(place))
             layer.r[ADAPTER] *= self.width
             layer.lora_alpha[ADAPTER] *= self.width
 
     def __str__(self) -> str:
         return f"orthogonal {super().__str__()}"
-
-
-def random_triples(
-    out_features: int, in_features: int, rank: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw the last singular triples P (out, r), lambda (r,), Q (r, in) of a random matrix without computing it.
-
-    Its entries are independent, N(0, 1).
-
-    The singular vectors of such a matrix are uniform on the orthonormal frames and independent of its singular values.
-    The values hardly differ from matrix to matrix: layers of one shape have those of one matrix.
-    """
-    p, q = (random_frame(side, rank, generator) for side in (out_features, in_features))
-    return p, random_singular_values(out_features, in_features)[-rank:].clone(), q.T.contiguous()
 
 
 def random_frame(rows: int, columns: int, generator: torch.Generator) -> Tensor:

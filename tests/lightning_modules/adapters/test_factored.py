@@ -11,8 +11,7 @@ from torch import nn
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.delta_linear import delta_layers
-from lightning_modules.adapters.factored import OFT, LoHa, LoKr, factor_pair
+from lightning_modules.adapters.factored import OFT, LoHa, LoKr, delta_layers, factor_pair
 from lightning_modules.adapters.peft_layers import ADAPTER, enable, without_adapters
 from tests.support.combinations import first
 from tests.support.other_adapters import KINDS
