@@ -8,15 +8,13 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from datamodules.errors import UserError, without_credentials
-from datamodules.files import reason
-from datamodules.images.samples import Slice
+from datamodules.files import Packed, file_signature, reason
 from datamodules.images.tables import Table
 
 if TYPE_CHECKING:
@@ -105,7 +103,7 @@ def _files(place: str, found: Any, split: str | None) -> list[str]:
     elif split is not None:
         raise UserError(f"{place}: it has no splits, so no {split}: leave #{split} out")
     files = [os.path.realpath(file["filename"]) for file in found.cache_files]
-    if (rows := sum(_mapped(file)[0].num_rows for file in files)) != len(found):
+    if (rows := sum(_mapped(file).num_rows for file in files)) != len(found):
         raise UserError(f"{place}: its Arrow files have {rows} rows, not {len(found)}: save it again")
     return files
 
@@ -113,10 +111,10 @@ def _files(place: str, found: Any, split: str | None) -> list[str]:
 def _table(place: str, files: list[str], folder: Path | None) -> Table:
     """Return Arrow files as one table; `folder` is that of the files that texts name."""
     with _one_line(place, "repair it, or copy it again"):
-        counts = [_mapped(file)[0].num_rows for file in files]
-        if not sum(counts):
+        count = sum(_mapped(file).num_rows for file in files)
+        if not count:
             raise ValueError("it has no rows")
-        schema = _mapped(files[0])[0].schema
+        schema = _mapped(files[0]).schema
 
     def values(name: str) -> list[Any]:
         with _one_line(place, "repair it, or copy it again"):
@@ -125,13 +123,13 @@ def _table(place: str, files: list[str], folder: Path | None) -> Table:
     images = [column.name for column in schema if _holds_images(column.type)]
     return Table(
         place=place,
-        rows=[f"row {row}" for row in range(sum(counts))],
+        rows=[f"row {row}" for row in range(count)],
         columns=schema.names,
         values=values,
         images=images,
         texts=[column.name for column in schema if "string" in str(column.type) and column.name not in images],
         folder=folder,
-        keys=[f"{row:06d}" for row in range(sum(counts))],
+        keys=[f"{row:06d}" for row in range(count)],
     )
 
 
@@ -158,8 +156,8 @@ def _one_line(place: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{place}: {without_credentials(reason(cause)).rstrip('.')}; {remedy}") from error
 
 
-def _mapped(file: str) -> tuple["pa.Table", int]:
-    """Return the table of an Arrow file, mapped into memory, and the address of the file's first byte.
+def _mapped(file: str) -> "pa.Table":
+    """Return the table of an Arrow file, mapped into memory.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -168,21 +166,19 @@ def _mapped(file: str) -> tuple["pa.Table", int]:
 
 
 @lru_cache(maxsize=256)
-def _mapped_at(file: str, modified: int) -> tuple["pa.Table", int]:
+def _mapped_at(file: str, modified: int) -> "pa.Table":
     import pyarrow as pa
 
     options = pa.ipc.IpcReadOptions(use_threads=False)  # data workers are forks
-    source = pa.memory_map(file)
-    whole = source.read_buffer()
-    source.seek(0)
     try:
-        table = pa.ipc.open_stream(source, options=options).read_all()
+        table = pa.ipc.open_stream(pa.memory_map(file), options=options).read_all()
     except pa.ArrowInvalid:
-        source.seek(0)
-        return pa.ipc.open_file(source, options=options).read_all(), whole.address
-    if whole.slice(max(0, whole.size - len(END))).to_pybytes() != END:  # a file cut between two batches
-        raise ValueError("it ends early")
-    return table, whole.address
+        return pa.ipc.open_file(pa.memory_map(file), options=options).read_all()
+    with open(file, "rb") as whole:
+        whole.seek(-len(END), os.SEEK_END)
+        if whole.read() != END:  # cut between two batches
+            raise ValueError("it ends early")
+    return table
 
 
 def _holds_images(kind: "pa.DataType") -> bool:
@@ -195,59 +191,64 @@ def _holds_images(kind: "pa.DataType") -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _cells(place: str, files: list[str], column: str, folder: Path | None) -> list[Any]:
-    """Return the values of a column by row, without reading images; None is an empty cell.
+@dataclass(frozen=True)
+class Cell(Packed):
+    """An image in a cell of an Arrow file.
 
-    Raises:
-        ValueError: a file is compressed.
+    Attributes:
+        name: its name in messages.
+        file: path of the file, without links.
+        column, row: position in the file.
+        item: index in the list of a cell; None for a cell of one image.
     """
+
+    name: str = field(compare=False)
+    file: str
+    column: str
+    row: int
+    item: int | None = None
+
+    def read(self) -> bytes:
+        cell = _mapped(self.file)[self.column][self.row]
+        cell = cell if self.item is None else cell.values[self.item]
+        return (cell["bytes"] if _is_struct(cell) else cell).as_py()
+
+    def signature(self) -> tuple[str, int, int, int]:
+        _, *numbers = file_signature(Path(self.file))
+        return f"{self.file}#{self.column}.{self.row}.{self.item}", *numbers
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _is_struct(cell: Any) -> bool:
+    return hasattr(cell, "keys")
+
+
+def _cells(place: str, files: list[str], column: str, folder: Path | None) -> list[Any]:
+    """Return the values of a column by row, without reading images; None is an empty cell."""
     found: list[Any] = []
     for file in files:
-        table, address = _mapped(file)
-        for chunk in table[column].chunks:
-            first = len(found)
-            if not _holds_images(chunk.type):
-                found += chunk.to_pylist()
-            elif hasattr(chunk.type, "value_type"):
-                counts = chunk.value_lengths().to_pylist()
-                names = [
-                    f"{place} row {first + row} {column}[{i}]" for row, n in enumerate(counts) for i in range(n or 0)
-                ]
-                images = iter(_images(file, address, chunk.flatten(), names, folder))
-                found += [None if count is None else [next(images) for _ in range(count)] for count in counts]
+        values = _mapped(file)[column]
+        if not _holds_images(values.type):
+            found += values.to_pylist()
+            continue
+        for row, cell in enumerate(values):
+            where = Cell(f"{place} row {len(found)} {column}", file, column, row)
+            if cell.is_valid and hasattr(values.type, "value_type"):
+                items = [replace(where, name=f"{where}[{index}]", item=index) for index in range(len(cell))]
+                found.append([_image(one, item, folder) for one, item in zip(cell, items, strict=True)])
             else:
-                names = [f"{place} row {first + row} {column}" for row in range(len(chunk))]
-                found += _images(file, address, chunk, names, folder)
+                found.append(_image(cell, where, folder))
     return found
 
 
-def _images(file: str, address: int, array: Any, names: list[str], folder: Path | None) -> list[Slice | str | None]:
-    """Return each image of an array of `_holds_images` as a part of its file; without bytes its path, or None.
-
-    Args:
-        address: address of the file's first byte.
-    """
-    import pyarrow as pa
-
-    paths: list[str | None] = [None] * len(array)
-    valid = array.is_valid().to_pylist()
-    if pa.types.is_struct(array.type):
-        if "path" in {member.name for member in array.type}:
-            paths = array.field("path").to_pylist()
-        array = array.field("bytes")
-    _, offsets, content = array.buffers()
-    if content is None:
-        return [_below(folder, path) for path in paths]
-    width = np.int64 if pa.types.is_large_binary(array.type) else np.int32
-    ends = np.frombuffer(offsets, width)[array.offset : array.offset + len(array) + 1].tolist()
-    start = content.address - address
-    if ends[-1] > ends[0] and not 0 <= start <= os.path.getsize(file) - ends[-1]:
-        raise ValueError("it is compressed: save it without compression")
-    return [
-        Slice(name, file, start + begin, end - begin) if there and end > begin else _below(folder, path)
-        for name, begin, end, there, path in zip(names, ends, ends[1:], valid, paths, strict=False)
-    ]
-
-
-def _below(folder: Path | None, path: str | None) -> str | None:
-    return path if path is None or folder is None else str(folder / path)
+def _image(cell: Any, where: Cell, folder: Path | None) -> Cell | str | None:
+    """Return the place of an image; without bytes its path below `folder`, or None."""
+    if not cell.is_valid:
+        return None
+    content, path = (cell["bytes"], cell.get("path")) if _is_struct(cell) else (cell, None)
+    if content.is_valid and content.as_buffer().size:
+        return where
+    name = None if path is None else path.as_py()
+    return name if name is None or folder is None else str(folder / name)
