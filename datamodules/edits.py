@@ -20,7 +20,6 @@ from datamodules.images.folders import (
     FORMATS,
     Listing,
     belongs_to_another,
-    find_file,
     further_controls,
     is_image,
     stem_of,
@@ -218,14 +217,14 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
         UserError: there are none.
     """
     if not isinstance(image, str):
-        listed = tuple(find_file(Path(), str(Path(str(one)).expanduser())) for one in image)
+        listed = tuple(Path(str(one)).expanduser() for one in image)
         if lost := [one for one in listed if not one.is_file() or not is_image(one.name)]:
             raise UserError(
                 f"{setting}=[...]: {lost[0]} is not an image file. A list names the references of one edit. For "
                 'several edits give a folder or a glob, as "folder/*.jpg".'
             )
         return [listed]
-    path = find_file(Path(), str(Path(image).expanduser()))
+    path = Path(image).expanduser()
     if path.is_file() and not is_image(path.name):
         raise UserError(f"{setting}={image}: the file is none of {FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
@@ -253,7 +252,7 @@ def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None, 
         raise UserError("both prompt= and prompts_file= are given: choose one")
     if prompt is not None:
         return [prompt] if isinstance(prompt, str) else list(prompt)
-    path = find_file(Path(), str(Path(str(prompts_file)).expanduser()))
+    path = Path(str(prompts_file)).expanduser()
     try:
         prompts = text_prompts(read_text(path))
     except UserError as error:

@@ -13,9 +13,6 @@ from pathlib import Path
 import numpy as np
 from omegaconf import DictConfig
 from PIL import Image, ImageChops, ImageOps
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from datamodules.errors import UserError, count_of, printable
 from datamodules.files import replacing
@@ -31,9 +28,7 @@ from tasks.encode import cached_data
 from tasks.placement import frozen_model
 from tasks.terminal import log
 
-# Letters of a sample's key in the terminal; inspect.csv has all of it.
-LETTERS = 36
-# Rows in the terminal, and samples on the sheet of images.
+# Lines in the terminal, and samples on the sheet of images.
 ROWS, SHOWN = 40, 24
 # Images of neighbouring samples, as the control of several edits, are read once.
 REMEMBERED = 32
@@ -42,7 +37,7 @@ BOX, STRONGER = (400, 300), 8
 
 
 def inspect(cfg: DictConfig, output_dir: Path) -> None:
-    """Write inspect.csv, and inspect.png of the worst; print a table of them."""
+    """Write inspect.csv, and inspect.png of the worst; print the first ones."""
     cfg.data.on_missing = cfg.data.on_bad_image = "skip"  # they are findings here
     data = cached_data(cfg)
     data.configure_for(frozen_model(cfg))
@@ -50,7 +45,8 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
     samples = scanned.samples
     held = data.sample_set.held_out(samples, data.val_count, "samples")
     incomplete = [Finding(Kind.INCOMPLETE, line, "") for line in scanned.incomplete]
-    found = _worst_first([*incomplete, *find_faults(samples, held, data.sample_set)])
+    found = [*incomplete, *find_faults(samples, held, data.sample_set)]
+    found.sort(key=lambda finding: list(Kind).index(finding.kind))
     what = count_of(len(samples), "samples" if any(len(sample.controls) != 1 for sample in samples) else "pairs")
     for note in scanned.notes:
         log.info(f"note: {note}")
@@ -61,12 +57,16 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
         log.info(f"nothing found in {what} of {', '.join(data.roots)}")
         return
     _write(found, report)
-    Console(stderr=True).print(_table(found, what))
+    for kind, key, figure, *_ in found[:ROWS]:
+        extent = f", {figure}" if figure else ""
+        log.info(f"{kind.label}: {key}{extent} ({kind.remedy})")
     if shown := _choose(found, SHOWN):
         panels = [_panel(findings) for findings in shown]
         write_figure(draw_panels(panels, columns=min(2, len(panels)), width=8.0, height=2.7), sheet)
         log.info(f"images of the worst: {sheet}")
-    log.info(f"done: {count_of(len(found), 'findings')} in {what}: {_count_kinds(found)}; all of them: {report}")
+    kinds = Counter(finding.kind.label for finding in found)
+    counts = ", ".join(f"{count} {label}" for label, count in kinds.items())
+    log.info(f"done: {count_of(len(found), 'findings')} in {what}: {counts}; all of them: {report}")
 
 
 def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet) -> list[Finding]:
@@ -89,15 +89,6 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
     return found
 
 
-def _count_kinds(found: Sequence[Finding]) -> str:
-    """Return the number of findings of each kind, the worst first: `3 shifted, 2 nearly equal`."""
-    return ", ".join(f"{count} {kind.label}" for kind, count in Counter(finding.kind for finding in found).items())
-
-
-def _worst_first(findings: list[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: list(Kind).index(finding.kind))
-
-
 def _write(found: Sequence[Finding], path: Path) -> None:
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -105,19 +96,6 @@ def _write(found: Sequence[Finding], path: Path) -> None:
         for kind, key, figure, sample, *_ in found:
             target = "" if sample is None else printable(str(sample.target))
             writer.writerow((key, kind.label, figure, kind.remedy, target))
-
-
-def _table(found: Sequence[Finding], what: str) -> Table:
-    table = Table(title=f"{count_of(len(found), 'findings')} in {what}", title_justify="left")
-    table.add_column("sample", overflow="fold")
-    for column in ("finding", "figure", "what to do"):
-        table.add_column(column)
-    for kind, key, figure, *_ in found[:ROWS]:
-        short = key if len(key) <= LETTERS else f"...{key[3 - LETTERS :]}"
-        table.add_row(escape(short), kind.label, escape(figure), kind.remedy)
-    if len(found) > ROWS:
-        table.caption = f"and {len(found) - ROWS} more: {_count_kinds(found[ROWS:])}"
-    return table
 
 
 def _choose(found: Sequence[Finding], most: int) -> list[list[Finding]]:

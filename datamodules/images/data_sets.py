@@ -46,28 +46,23 @@ def mark_of_data_set(folder: Path) -> Path | None:
     return next(iter(saved), None) or next(files, None)
 
 
+@cache
 def hub_table(root: str) -> Table:
-    """Return a data set of the hub, `hf://owner/name@revision/config#split`; it is downloaded once.
+    """Return a data set of the hub, `hf://owner/name@revision/config#split`; a process asks for it once.
 
     Raises:
         UserError: the data set does not exist, or cannot be downloaded.
     """
+    place = f"data.root={root}"
     match = _NAME.fullmatch(root)
     if match is None:
-        raise UserError(
-            f"data.root={root}: a data set of the hub is hf://owner/name, or hf://owner/name@revision/config#split"
-        )
-    return _table(f"data.root={root}", _files_of_hub(root, *match.group("name", "config", "revision", "split")), None)
-
-
-@cache
-def _files_of_hub(root: str, name: str, config: str | None, revision: str | None, split: str | None) -> list[str]:
-    """Return the Arrow files of a data set; each process asks once, so a run sees one version."""
-    place = f"data.root={root}"
+        raise UserError(f"{place}: a data set of the hub is hf://owner/name, or hf://owner/name@revision/config#split")
+    name, config, revision, split = match.group("name", "config", "revision", "split")
     datasets = _library(place)
     log.info(f"reading {root}")
     with _one_line(place, f"see https://huggingface.co/datasets/{name}"):
-        return _files(place, datasets.load_dataset(name, config, revision=revision), split)
+        files = _files(place, datasets.load_dataset(name, config, revision=revision), split)
+    return _table(place, files, None)
 
 
 def local_table(path: Path, split: str | None) -> Table:

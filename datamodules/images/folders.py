@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +50,6 @@ def is_image(name: str) -> bool:
 def is_clutter(name: str) -> bool:
     """Return whether a file or folder is hidden (as `._x` of macOS) or left by a system."""
     return name.startswith(".") or name.lower() in CLUTTER
-
-
-def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a name below a folder, in the Unicode form that the disk has it in."""
-    path = folder / name
-    if name.isascii() or os.path.lexists(path):
-        return path
-    for part in Path(name).parts:
-        there = _names(folder, folder.stat().st_mtime_ns) if folder.is_dir() else {}
-        folder /= there.get(nfc(part), part)
-    return folder
-
-
-@lru_cache(maxsize=64)
-def _names(folder: Path, changed: int) -> dict[str, str]:
-    """Return the names in a folder by their composed form; `changed` makes a new key after a change."""
-    return {nfc(name): name for name in os.listdir(folder)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, read_text, reason, require_file
-from datamodules.images.folders import IMAGE_SUFFIXES, captions_of, find_file, is_image
+from datamodules.images.folders import IMAGE_SUFFIXES, captions_of, is_image
 from datamodules.images.samples import CAPTION_SUFFIXES, Found, ImageFile, Root, Sample
 
 # Names of a folder's table.
@@ -148,7 +148,7 @@ def _names_files(table: Table, name: str) -> bool:
     """Return whether the texts of a column are names of existing files, or of images that may be missing."""
     some = [one for value in islice(filter(None, table.values(name)), FIRST) for one in _parsed(value)]
     return any(
-        os.path.isfile(find_file(table.folder or Path(), one)) or ("://" not in one and is_image(one))
+        os.path.isfile((table.folder or Path()) / one) or ("://" not in one and is_image(one))
         for one in some
         if isinstance(one, str)
     )
@@ -174,7 +174,7 @@ def _images(folder: Path, name: str, value: Any) -> list[ImageFile]:
     found: list[ImageFile] = []
     for one in values:
         if isinstance(one, str):
-            path = find_file(folder, one)
+            path = folder / one
             try:
                 require_file(path)
             except (OSError, ValueError) as error:
@@ -239,11 +239,12 @@ def choose_columns(
 
 def _guess(role: str, among: Sequence[str]) -> list[str]:
     """Return the column of the likeliest word; for control all of that word by number (source, source_2, ...)."""
-    for word in WORDS[role]:
+    for wanted in WORDS[role]:
         found: dict[int, str] = {}
-        for name in sorted(among, key=lambda name: name != word):  # the word itself comes first
-            if _word(name, role) == word:
-                first = found.setdefault(_number(name) if role == "control" else 0, name)
+        for name in sorted(among, key=lambda name: name != wanted):  # the word itself comes first
+            word, number = _word_and_number(name, role)
+            if word == wanted:
+                first = found.setdefault(number, name)
                 if name not in (first, word) and first != word:
                     raise UserError(f"{first} and {name} may both be the {role}")
         if found:
@@ -251,28 +252,21 @@ def _guess(role: str, among: Sequence[str]) -> list[str]:
     return []
 
 
-def _word(name: str, role: str) -> str:
-    """Return a column's name without its number and words for files and images, if something is left."""
-    name = _plain(name)
-    if role == "control":
-        name = _NUMBER.sub("", name)
-    for _ in range(2) if role != "prompt" else ():
-        name = _ENDINGS.sub("", name) or name
-    return name
+def _word_and_number(name: str, role: str) -> tuple[str, int]:
+    """Return the word of a column's name, and for control the number at its end; -1 without one, to come first.
 
-
-def _plain(name: str) -> str:
-    """Return a name in lower case, without the suffix of a file (`source.jpg`, `prompt.txt`, as in tars)."""
-    name = name.lower()
+    A file's suffix (`source.jpg` and `prompt.txt` in tars) is left out, and so are words for files and images, if
+    something is left.
+    """
+    word, number = name.lower(), -1
     for suffix in (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES):
-        name = name.removesuffix(suffix)
-    return re.sub(r"[\s.-]+", "_", name)
-
-
-def _number(name: str) -> int:
-    """Return the number at the end of a column's name; -1 without one, so that it comes first."""
-    match = _NUMBER.search(_plain(name))
-    return int(match[1]) if match else -1
+        word = word.removesuffix(suffix)
+    word = re.sub(r"[\s.-]+", "_", word)
+    if role == "control" and (match := _NUMBER.search(word)):
+        word, number = word[: match.start()], int(match[1])
+    for _ in range(2) if role != "prompt" else ():
+        word = _ENDINGS.sub("", word) or word
+    return word, number
 
 
 # Tables in text files.
@@ -295,7 +289,7 @@ def file_table(path: Path) -> Table:
     named = {role: [name] for role, name in COLUMNS.items() if name in columns}
     if "control" in named:
         numbered = [name for name in columns if _NUMBER.sub("", name) == COLUMNS["control"]]
-        named["control"] = sorted(numbered, key=_number)
+        named["control"] = sorted(numbered, key=lambda name: _word_and_number(name, "control")[1])
     return Table(
         place=str(path),
         rows=[f"row {number}" for number in range(1, len(rows) + 1)],
