@@ -1,7 +1,6 @@
 """Sheets of images: the samples as training sees them, and panels with a title and a caption each."""
 
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from datamodules.batch import RawBatch
+from datamodules.errors import count_of
 from datamodules.pairs import PairsDataModule
 from report.images import in_a_row, plot_text, to_image
 
@@ -50,11 +50,7 @@ def draw_panels(
 
 
 def contact_sheet(data: PairsDataModule) -> Figure:
-    """Draw the first data.preview_count samples as the model will see them, with caption, size and bucket.
-
-    A bucket is numbered: the samples of one size, with equal controls and masks.
-    """
-    buckets = {size: number for number, (size, _) in enumerate(Counter(data.sizes).most_common(), 1)}
+    """Draw the first data.preview_count samples as the model will see them, with caption and sizes."""
     panels = []
     for raw, view in zip(data.pixels(data.preview_count), (data.views[index] for index in data.leading), strict=False):
         sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in raw.images)
@@ -62,9 +58,9 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""
         first, *others = view.sample.prompts
         caption = (first or "(no caption)") + (f" (and {len(others)} more)" if others else "")
-        panels.append(Panel(_strip(raw), f"{key}\n{sizes}  bucket {buckets[view.size]}{cropped}", caption))
+        panels.append(Panel(_strip(raw), f"{key}\n{sizes}{cropped}", caption))
     columns = min(COLUMNS, len(panels))
-    first_line = f"{len(panels)} of {data.describe()}; {len(buckets)} bucket{'' if len(buckets) == 1 else 's'}"
+    first_line = f"{len(panels)} of {data.describe()}; {count_of(len(set(data.sizes)), 'buckets')}"
     heading = [part for line in (first_line, *data.notes) for part in textwrap.wrap(line, 52 * columns, max_lines=3)]
     return draw_panels(panels, columns, 4.2, 2.2, heading)
 

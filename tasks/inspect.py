@@ -76,14 +76,11 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
         held: indices of the samples that are held out.
     """
     progress, see, seen = ProgressLines(len(samples), "inspected"), lru_cache(REMEMBERED)(look), []
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
-        resolutions = (sample_set.root(sample).resolution for sample in samples)
+    resolutions = (sample_set.root(sample).resolution for sample in samples)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for one in pool.map(inspect_sample, samples, resolutions, repeat(see)):
             seen.append(one)
             progress.done(len(seen))
-    finally:
-        pool.shutdown(cancel_futures=True)
     found = [finding for one in seen for finding in one.findings]
     found += repeated(samples, [one.target for one in seen], [one.control for one in seen], held)
     return found

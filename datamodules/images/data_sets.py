@@ -35,15 +35,9 @@ _NAME = re.compile(
 
 def mark_of_data_set(folder: Path) -> Path | None:
     """Return the file that marks a data set: saved by `datasets`, or parquet or Arrow in the folder or its `data`."""
-    saved = [folder / name for name in (SAVED, SAVED_SPLITS) if (folder / name).is_file()]
-    files = (
-        path
-        for place in (folder, folder / "data")
-        if place.is_dir()
-        for path in sorted(place.iterdir())
-        if path.suffix in ARROW_SUFFIXES and not path.name.startswith(".")
-    )
-    return next(iter(saved), None) or next(files, None)
+    places = [f"{place}[!.]*{suffix}" for place in ("", "data/") for suffix in ARROW_SUFFIXES]
+    found = (path for pattern in (SAVED, SAVED_SPLITS, *places) for path in sorted(folder.glob(pattern)))
+    return next(found, None)
 
 
 @cache

@@ -46,10 +46,6 @@ class Shape:
     y: int
     radius: int
 
-    def inside(self) -> bool:
-        """Return whether the whole shape is in the image."""
-        return all(self.radius < place < SIDE - self.radius for place in (self.x, self.y))
-
     def clear_of(self, other: "Shape") -> bool:
         """Return whether the two do not touch."""
         return math.hypot(self.x - other.x, self.y - other.y) > self.radius + other.radius + 1
@@ -142,7 +138,8 @@ def move(random: Random, scene: Scene, shape: Shape) -> Edit | None:
     """Move the shape by `STEP`, if there is room."""
     name, (dx, dy) = random.choice(list(DIRECTIONS.items()))
     moved = replace(shape, x=shape.x + dx, y=shape.y + dy)
-    if not moved.inside() or any(not moved.clear_of(other) for other in scene.shapes if other is not shape):
+    inside = all(shape.radius < place < SIDE - shape.radius for place in (moved.x, moved.y))
+    if not inside or any(not moved.clear_of(other) for other in scene.shapes if other is not shape):
         return None
     back = next(other for other, step in DIRECTIONS.items() if step == (-dx, -dy))
     prompts = [f"move the {shape.kind} {direction}" for direction in (name, back)]
