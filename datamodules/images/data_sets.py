@@ -203,8 +203,8 @@ class Cell(Packed):
         return (cell["bytes"] if _is_struct(cell) else cell).as_py()
 
     def signature(self) -> tuple[str, int, int, int]:
-        _, *numbers = file_signature(Path(self.file))
-        return f"{self.file}#{self.column}.{self.row}.{self.item}", *numbers
+        _, size, modified, changed = file_signature(Path(self.file))
+        return f"{self.file}#{self.column}.{self.row}.{self.item}", size, modified, changed
 
     def __str__(self) -> str:
         return self.name
