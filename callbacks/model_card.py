@@ -115,7 +115,7 @@ class ModelCard(L.Callback):
         """Write GRID and the results; return the step of the results and the samples, none without base images."""
         if not write_grid(self.run, folder / GRID, step, MOST):
             return 0, []
-        samples = {at: files for at, files in sample_files(self.run).items() if at <= step}
+        samples = sample_files(self.run, step)
         # Images of sample_root are not published.
         strips = [one for path in samples[max(samples)].values() if (one := read_strip(path)).target][:MOST]
         for index, strip in enumerate(strips, start=1):

@@ -96,7 +96,7 @@ class Report(L.Callback):
         assert module.adapter is not None
         assert module.objective is not None
         metrics, validation = read_metrics(self.run.metrics), read_validation(self.run.validation)
-        samples = {step: files for step, files in sample_files(self.run).items() if step <= trainer.global_step}
+        samples = sample_files(self.run, trainer.global_step)
         rows, data = self._rows(samples), PairsDataModule.of(trainer)
         if not self._data:
             with best_effort("part of the report on the data"):

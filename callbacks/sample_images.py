@@ -1,7 +1,6 @@
 """Sample images with fixed seeds during training."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
@@ -150,7 +149,6 @@ class SampleImages(L.Callback):
         training, negative = PairsDataModule.of(trainer), self.negative_prompt
         data = training.validation or training
         count = min(self.count, data.sample_count)
-        own = [] if self.edits is None else [partial(self.edits.request, edit) for edit in self.edits.edits]
 
         def encode(batch: RawBatch | LatentBatch) -> LatentBatch:
             if isinstance(batch, RawBatch):
@@ -181,8 +179,9 @@ class SampleImages(L.Callback):
             *controls, target = images
             height, width = target.shape[-2:]
             shown.append(Shown(controls, target, (width, height), encode(batch)))
-        for number in range(count + len(own))[share(trainer, count + len(own))]:
-            if number >= count:
-                request = own[number - count]()
+        if self.edits is not None:
+            edits = [*[None] * count, *self.edits.edits]
+            for edit in filter(None, edits[share(trainer, len(edits))]):
+                request = self.edits.request(edit)
                 shown.append(Shown(request.raw.controls, None, request.size, encode(request.raw)))
         return shown

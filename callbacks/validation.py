@@ -1,6 +1,5 @@
 """Validation on held-out samples: validation.csv and the loggers."""
 
-import csv
 import hashlib
 import logging
 import math
@@ -17,14 +16,13 @@ from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import Made, SampleImages
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
-from datamodules.files import replacing
 from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.image_metrics import EditMetrics
-from report.tables import ENDS, changes, read_validation
+from report.tables import ENDS, changes, read_validation, write_rows
 from runs.run_folder import RunFolder
 from runs.shares import of_all, of_first, share
 
@@ -183,11 +181,7 @@ class Validation(L.Callback):
                 log.info(f"early stopping after step {trainer.global_step}: {self._has_stopped_improving(best)}")
 
     def _write(self, trainer: L.Trainer) -> None:
-        columns = dict.fromkeys(name for row in self.rows for name in row)  # a run may be resumed with other metrics
-        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows({name: f"{value:.6g}" for name, value in row.items()} for row in self.rows)
+        write_rows(self.path, [{name: f"{value:.6g}" for name, value in row.items()} for row in self.rows])
         figures = {name: value for name, value in self.latest.items() if name != "step"}
         for logger in trainer.loggers:
             logger.log_metrics(figures, trainer.global_step)

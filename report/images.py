@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -119,21 +120,20 @@ def file_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def sample_files(run: RunFolder) -> dict[int, dict[str, Path]]:
-    """Return a run's sample images by step and name."""
-    return {
-        step: {path.stem: path for path in sorted(folder.glob("*.png"))} for step, folder in run.sampled_steps().items()
-    }
+def sample_files(run: RunFolder, last: float = math.inf) -> dict[int, dict[str, Path]]:
+    """Return a run's sample images up to a step, by step and name."""
+    folders = {step: folder for step, folder in run.sampled_steps().items() if step <= last}
+    return {step: {path.stem: path for path in sorted(folder.glob("*.png"))} for step, folder in folders.items()}
 
 
-def write_grid(run: RunFolder, path: Path, step: int | None = None, most: int | None = None) -> bool:
+def write_grid(run: RunFolder, path: Path, last: float = math.inf, most: int | None = None) -> bool:
     """Draw control, before, after and target of each sample, one sample a row; return whether there are any.
 
     Args:
-        step: the last one to show.
+        last: step of the results at most.
         most: samples, counted from the first.
     """
-    samples = {at: files for at, files in sample_files(run).items() if step is None or at <= step}
+    samples = sample_files(run, last)
     if len(samples) < 2 or 0 not in samples:  # a run that started from a checkpoint elsewhere has no images of the base
         return False
     first, rows = samples[0], []

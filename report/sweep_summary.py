@@ -1,6 +1,5 @@
 """Results of a sweep: sweep.csv and report.html, updated after each job."""
 
-import csv
 import json
 import logging
 import math
@@ -15,7 +14,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.files import replacing
-from report.tables import metric_names, read_metrics, read_validation
+from report.tables import metric_names, read_metrics, read_validation, write_rows
 from runs.run_folder import RunFolder, best_effort, shorten
 
 log = logging.getLogger("retouch")
@@ -84,14 +83,8 @@ class SweepSummary(Callback):
             return (False, -row["value"] if higher else row["value"]) if comparable else (True, 0.0)
 
         rows = sorted(self.rows, key=order)
-        with (
-            best_effort("sweep.csv"),
-            replacing(folder / "sweep.csv") as path,
-            path.open("w", encoding="utf-8", newline="") as file,
-        ):
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in self.rows for name in row), restval="")
-            writer.writeheader()
-            writer.writerows(self.rows)
+        with best_effort("sweep.csv"):
+            write_rows(folder / "sweep.csv", self.rows)
         with best_effort("report.html"):
             _write_page(folder, rows, monitor, "more" if higher else "less")
         # After each job: after the last one a sweep with a failed job shows Hydra's error only.
