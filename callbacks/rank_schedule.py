@@ -9,13 +9,13 @@ from torch import Size, Tensor
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.image_writer import log_image
-from datamodules.files import replacing
 from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
+from report.images import write_figure
 from runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class RankHistogram(L.Callback):
         t = flow.sample_noise(module.flow.seed, draws, no_latent, module.flow.timesteps, shift).t
         trained = schedule.active_ranks(t * NUM_TRAIN_TIMESTEPS)
         used = schedule.active_ranks(steps, steps)
-        with replacing(self.path) as temporary:
-            draw_ranks(trained, used, schedule, f"{width}x{height}").savefig(temporary, format="png")
+        write_figure(draw_ranks(trained, used, schedule, f"{width}x{height}"), self.path)
         with Image.open(self.path) as image:
             log_image(trainer, "active ranks", image.convert("RGB"))
         log.info(

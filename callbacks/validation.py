@@ -119,9 +119,9 @@ class Validation(L.Callback):
     def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         sampler, step = find_callback(trainer, SampleImages), trainer.global_step
-        if sampler is None or sampler.validation is None or sampler.sampled_step != step:
+        if sampler is None or sampler.validation is None:
             return
-        if self.latest.get("step") == step:
+        if sampler.sampled_step != step or self.latest.get("step") == step:
             return
         with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
@@ -169,7 +169,10 @@ class Validation(L.Callback):
         best = self.best()
         self.rows.append(row)
         if trainer.is_global_zero:
-            self._write(trainer)
+            write_rows(self.path, [{name: f"{value:.6g}" for name, value in row.items()} for row in self.rows])
+            figures = {name: value for name, value in row.items() if name != "step"}
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, trainer.global_step)
         keeper = find_callback(trainer, LoRACheckpoint)
         reached, former = self._score(row), -math.inf if best is None else self._score(best)
         if of_first(trainer, reached > former) and keeper is not None and trainer.global_step:
@@ -179,12 +182,6 @@ class Validation(L.Callback):
             trainer.should_stop = self.stopped_early = True
             if trainer.is_global_zero:
                 log.info(f"early stopping after step {trainer.global_step}: {self._has_stopped_improving(best)}")
-
-    def _write(self, trainer: L.Trainer) -> None:
-        write_rows(self.path, [{name: f"{value:.6g}" for name, value in row.items()} for row in self.rows])
-        figures = {name: value for name, value in self.latest.items() if name != "step"}
-        for logger in trainer.loggers:
-            logger.log_metrics(figures, trainer.global_step)
 
     def summary(self) -> str:
         """Return the figures before and after training in one line."""
