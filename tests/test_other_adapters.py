@@ -130,7 +130,7 @@ def test_training_starts_from_them(run, tiny, pairs, trained_other, tmp_path, ad
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("adapter", "base"), [("loha", "nf4"), ("oft", "fp8")])
+@pytest.mark.parametrize(("adapter", "base"), [("loha", "nf4"), ("oft", "fp8"), ("dora", "fp8")])
 def test_recomputed_and_compiled_blocks_give_the_same_bits(tiny, adapter, base, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()

@@ -7,10 +7,9 @@ import torch
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.lora import LoRA
-from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.lora_files.find import find_weights
 from lightning_modules.lora_files.writing import write
-from tests.support.same_adapters import adapter_state, randomize
+from tests.support.same_adapters import adapter_state
 
 DEFAULTS = dict.fromkeys(("rank_pattern", "alpha_pattern", "lr_pattern", "lora_plus_ratio")) | {
     "use_rslora": False,
@@ -45,8 +44,6 @@ def test_only_the_adapter_trains_and_it_is_float32(stock):
     ("target_modules", "count"),
     [
         (["to_k", "to_q", "to_v", "to_out.0"], 2 * 4 + 2 * 3),
-        ([r"to_q", "add_q_proj"], 2 * 2 + 2),
-        (r"transformer_blocks\.\d+\.attn\.to_[qk]", 4),
         (r".*single_transformer_blocks\.1\..*proj_(mlp|out)", 2),
     ],
 )
@@ -71,22 +68,6 @@ def test_initial_weights_are_a_function_of_the_seed(tiny):
         inject(stock, seed=seed)
         states.append(safetensors.torch.save(adapter_state(stock.transformer)))
     assert states[0] == states[1] != states[2]
-
-
-def test_scale_survives_save_and_load_in_diffusers_and_peft(stock, tiny, tmp_path):
-    """The existing system lost alpha on saving: a scale of 2 came back as 1."""
-    from diffusers import FluxKontextPipeline
-
-    lora = inject(stock, alpha=8)
-    randomize(stock.transformer)
-    write(tmp_path / "pytorch_lora_weights.safetensors", lora.deltas(stock.transformer), {})
-    again = FluxKontextPipeline.from_pretrained(tiny)
-    again.load_lora_weights(tmp_path, adapter_name="a")
-    own, loaded = lora_layers(stock.transformer), lora_layers(again.transformer)
-    assert own.keys() == loaded.keys()
-    assert len(own) == 4
-    for name, layer in own.items():
-        torch.testing.assert_close(loaded[name].get_delta_weight("a"), layer.get_delta_weight("default"))
 
 
 def test_weights_are_found_in_a_run_a_folder_and_a_file(tmp_path):

@@ -70,22 +70,6 @@ def test_full_mask_is_plain_lora_bitwise(tiny):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_autocast_trains_float32_weights_close_to_float32(tiny, adapter):
-    """The tolerance is a few consecutive bf16 products, with a relative error of 2**-8 each."""
-    runs = []
-    for enabled in (False, True):
-        module = build(tiny, adapter, "adapter.target_modules=[to_k,to_q,to_v,to_out.0]")
-        learn(module)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            velocity(module, [0.2, 0.6]).float().square().mean().backward()
-        runs.append(gradients(module))
-    for name, exact in runs[0].items():
-        assert runs[1][name].dtype == torch.float32
-        assert (runs[1][name] - exact).norm() < 0.05 * exact.norm()
-        assert (runs[1][name][exact == 0] == 0).all(), "masked components"
-
-
 def delta(transformer, adapter_name, x, gate, timesteps):
     """Return the adapter's contribution in a layer."""
     layer = transformer.get_submodule(LAYER)
@@ -135,7 +119,8 @@ def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
     stock.load_lora_weights(tmp_path)
     attach_rank_schedule(stock, tmp_path)
     x_t, [control], prompt = batch()
-    before = safetensors.torch.save(module.adapter.tensors(module.transformer))
+    adapted = module.transformer
+    before = safetensors.torch.save(module.adapter.tensors(adapted))
     with torch.no_grad(), module.adapter.in_dtype(module.transformer, torch.bfloat16):
         arguments = (x_t.bfloat16(), torch.tensor([0.2, 0.7]), [control.bfloat16()])
         prompt = {name: tensor.bfloat16() for name, tensor in prompt.items()}
@@ -143,11 +128,7 @@ def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
         trim_last_block(stock.transformer, *module.last_block)
         module.transformer = stock.transformer
         assert torch.equal(ours, module.denoise(*arguments, prompt))
-    module = build(tiny, adapter, dtype="bfloat16")
-    learn(module, spread=1e-2)
-    with module.adapter.in_dtype(module.transformer, torch.bfloat16):
-        pass
-    assert safetensors.torch.save(module.adapter.tensors(module.transformer)) == before
+    assert safetensors.torch.save(module.adapter.tensors(adapted)) == before
 
 
 def test_dropout_is_a_function_of_the_batch_s_draws_and_leaves_the_global_generator(tiny):

@@ -8,20 +8,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
-from PIL import Image
 from safetensors import safe_open
 from torch._dynamo.utils import counters
 
-from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.writing import write
-from tests.support.commands import ROOT, compose, lora_bytes, rows, run_code, short, weights
+from tests.support.commands import ROOT, rows, run_code, short, weights
 from tests.support.lora_files import layer_names, random_updates
-from tests.support.same_runs import SMOOTH_ADAM, assert_close
+from tests.support.pictures import level
 from tests.support.servers import hub
-from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_adapters import build, gradients, learn, velocity
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -55,11 +51,6 @@ def summed(tiny, updates, tmp_path_factory):
     folder = tmp_path_factory.mktemp("summed")
     pipeline.save_pretrained(folder)
     return folder
-
-
-def build_to_check(tiny, *more):
-    settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}"]
-    return instantiate(compose("train", *settings, *more).model, _convert_="all")
 
 
 def step(module):
@@ -103,54 +94,25 @@ def test_left_out_it_has_never_been_there_and_comes_back_bitwise(tiny, file, mor
     assert module.trained.tensors().keys() == plain.trained.tensors().keys()
 
 
-@pytest.fixture
-def shown(tiny, pairs, tmp_path):
-    """Return overrides of a run of two steps with two sets of images of held-out pairs."""
-
-    def shown(name, *more, steps=2):
-        pictures = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=2", "data.val_count=2"]
-        fast = ["optimizer.lr=3e-2", "scheduler=constant", "callbacks.model_card=null", "callbacks.report=null"]
-        common = short(tiny, pairs, tmp_path / name, steps, shown=True)
-        return [*common, *pictures, *fast, *more]
-
-    return shown
-
-
-def strip(folder, step=0):
-    [path] = (folder / f"samples/step-{step:06d}").glob("*.png")
-    return np.asarray(Image.open(path))
-
-
-def test_pictures_and_validation_are_without_it_and_training_is_with_it(run, shown, file, tmp_path):
-    tlora = ["model.dtype=float32", "adapter=tlora"]
-    run("train", *shown("with", *tlora, f"model.training_adapter={file}"))
-    run("train", *shown("without", *tlora))
+def test_pictures_and_validation_are_without_it_and_training_is_with_it(run, tiny, pairs, file, tmp_path):
+    settings = ["callbacks.sample_images.count=1", "model.sampling.num_inference_steps=2", "data.val_count=2"]
+    settings += ["optimizer.lr=3e-2", "scheduler=constant", "callbacks.model_card=null", "callbacks.report=null"]
+    settings += ["model.dtype=float32", "adapter=tlora"]
     ours, theirs = tmp_path / "with", tmp_path / "without"
-    assert np.array_equal(strip(ours), strip(theirs))
+    run("train", *short(tiny, pairs, ours, 2, shown=True), *settings, f"model.training_adapter={file}")
+    run("train", *short(tiny, pairs, theirs, 2, shown=True), *settings)
+    pictures = [next((one / "samples/step-000000").glob("*.png")) for one in (ours, theirs)]
+    assert np.array_equal(*map(level, pictures))
     first, last = rows(ours)
     assert first == rows(theirs)[0]
     assert all(math.isfinite(value) for value in last.values())
     own, other = weights(ours), weights(theirs)
     assert own.keys() == other.keys()
     assert any(not torch.equal(own[name], other[name]) for name in own)
-    states = [
-        torch.load(one / "checkpoints/last.ckpt", weights_only=True, map_location="cpu")["state_dict"]
-        for one in (ours, theirs)
-    ]
-    assert states[0].keys() == states[1].keys()
     with safe_open(ours / f"lora/last/{WEIGHTS}", "pt") as opened:
         header = json.loads(opened.metadata()["retouch"])
     assert header["training_adapter"] == file.name
     assert "training_adapter" not in header["model"]
-
-
-@pytest.mark.slow
-def test_resuming_is_bitwise(run, shown, file, tmp_path):
-    settings = [f"model.training_adapter={file}", "save_every=2", "sample_every=1"]
-    run("train", *shown("whole", *settings, steps=4))
-    run("train", *shown("parted", *settings, steps=2))
-    run("train", *shown("parted", *settings, "ckpt_path=last", steps=4))
-    assert lora_bytes(tmp_path / "whole") == lora_bytes(tmp_path / "parted")
 
 
 @pytest.mark.slow
@@ -200,8 +162,7 @@ def test_what_it_is_incompatible_with_is_refused(refuses, learned, tiny, file, t
         "[a,b]": "name one LoRA",
     }.items():
         refuses(f"model.training_adapter={name}", words=words)
-    with pytest.raises(UserError, match="with adapter=full all weights would learn"):
-        build_to_check(tiny, f"model.training_adapter={file}", "adapter=full").check()
+    refuses(f"model.training_adapter={file}", "adapter=full", words="with adapter=full all weights would learn")
 
 
 @pytest.mark.slow
@@ -223,17 +184,3 @@ def test_compiled_blocks_go_on_compiled(tiny, file, monkeypatch):
             velocity(module, [0.3, 0.8])
     assert counters["stats"]["unique_graphs"] == graphs > 0
     torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_two_processes_with_it_are_one_with_the_doubled_batch(run, in_two_processes, shown, file, tmp_path):
-    common = [f"model.training_adapter={file}", "model.dtype=float32", "optimizer.lr=1e-3", SMOOTH_ADAM]
-    common += ["model.gradient_checkpointing=full"]
-    run("train", *shown("one", *common, "data.batch_size=2"))
-    status, text = in_two_processes([shown("ddp", *common, *DDP), shown("fsdp", *common, *FSDP)])
-    assert status == 0, text
-    run("train", *shown("without", "model.dtype=float32", steps=1))
-    for kind in ("ddp", "fsdp"):
-        assert_close(tmp_path / "one", tmp_path / kind)
-        assert np.abs(strip(tmp_path / kind).astype(int) - strip(tmp_path / "without")).max() <= 1
-        assert rows(tmp_path / kind)[0]["val_loss"] == pytest.approx(rows(tmp_path / "without")[0]["val_loss"])
