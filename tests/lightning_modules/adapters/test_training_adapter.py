@@ -8,13 +8,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hydra.utils import instantiate
 from safetensors import safe_open
 from torch._dynamo.utils import counters
 
+from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.writing import write
-from tests.support.commands import ROOT, rows, run_code, short, weights
+from tests.support.commands import ROOT, compose, rows, run_code, short, weights
 from tests.support.lora_files import layer_names, random_updates
 from tests.support.pictures import level
 from tests.support.servers import hub
@@ -162,7 +164,9 @@ def test_what_it_is_incompatible_with_is_refused(refuses, learned, tiny, file, t
         "[a,b]": "name one LoRA",
     }.items():
         refuses(f"model.training_adapter={name}", words=words)
-    refuses(f"model.training_adapter={file}", "adapter=full", words="with adapter=full all weights would learn")
+    settings = f"model.pretrained_model_name_or_path={tiny}", f"model.training_adapter={file}", "adapter=full"
+    with pytest.raises(UserError, match="with adapter=full all weights would learn"):
+        instantiate(compose("train", "model=flux_kontext", *settings).model, _convert_="all").check()
 
 
 @pytest.mark.slow
