@@ -7,7 +7,6 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from peft.tuners.lora import LoraLayer
-from PIL import Image
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
@@ -17,6 +16,7 @@ from tasks.edit import lora_weights
 from tests.support.commands import compose
 from tests.support.pictures import pixels, records
 from tests.support.tiny_adapters import LAYER, build, export, learn
+from tests.test_predict import stock_picture
 
 SCALES = "lora_scale={transformer_blocks.*:0.5,*.1.attn.to_?:-1,single_transformer_blocks.1.*:1.7}"
 STEPS = 3
@@ -32,15 +32,6 @@ def by_hand(layer: str) -> float:
     return 0.5 if first == "transformer_blocks" else 1.0
 
 
-def stock_picture(stock, photo):
-    image = stock(
-        image=Image.open(photo), prompt="make it snow", width=48, height=32, max_area=48 * 32, guidance_scale=2.5,
-        num_inference_steps=STEPS, max_sequence_length=16, _auto_resize=False,
-        generator=torch.Generator().manual_seed(42),
-    ).images[0]  # fmt: skip
-    return np.asarray(image).astype(int)
-
-
 def scale_by_hand(stock):
     """Scale all loaded adapters."""
     scaled = set()
@@ -52,34 +43,22 @@ def scale_by_hand(stock):
     assert scaled == {0.5, 1.0, -1.0, 1.7}
 
 
-@pytest.fixture
-def predict(run, photo, tmp_path):
-    """Return the image of predict.py and its record."""
-
-    def predict(*overrides):
-        out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
-        request = [f"image={photo}", "prompt=make it snow", f"num_inference_steps={STEPS}", f"output_dir={out}"]
-        run("predict", *request, *overrides)
-        [record] = records(out)
-        return pixels(out / record["file"]), record
-
-    return predict
-
-
 @pytest.mark.parametrize("adapters", [["tlora", "lora"], ["dora"]])
-def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(predict, stock, learned, photo, adapters):
+def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(run, stock, learned, photo, tmp_path, adapters):
     folders = [learned(adapter) / "lora" / "last" for adapter in adapters]
     lora, weights = f"lora=[{','.join(map(str, folders))}]", [1.0, 0.6][: len(adapters)]
-    picture, record = predict(lora, SCALES, f"lora_weights={weights}")
+    request = [f"image={photo}", "prompt=make it snow", f"num_inference_steps={STEPS}", f"output_dir={tmp_path}"]
+    run("predict", *request, lora, SCALES, f"lora_weights={weights}")
+    [record] = records(tmp_path)
     for adapter, folder in zip(adapters, folders, strict=True):
         stock.load_lora_weights(folder, adapter_name=adapter)
         if adapter == "tlora":
             attach_rank_schedule(stock, folder, adapter)
     stock.set_adapters(adapters, weights)
-    unscaled = stock_picture(stock, photo)
+    unscaled = stock_picture(stock, photo, "make it snow", num_inference_steps=STEPS)
     scale_by_hand(stock)
-    expected = stock_picture(stock, photo)
-    assert np.abs(picture - expected).max() <= 1
+    expected = stock_picture(stock, photo, "make it snow", num_inference_steps=STEPS)
+    assert np.abs(pixels(tmp_path / record["file"]) - expected).max() <= 1
     assert np.abs(expected - unscaled).max() > 5
     patterns = {"transformer_blocks.*": 0.5, "*.1.attn.to_?": -1.0, "single_transformer_blocks.1.*": 1.7}
     assert (record["lora_scale"], record["lora_weights"]) == (patterns, weights)

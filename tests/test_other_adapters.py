@@ -49,17 +49,6 @@ def test_run_goes_on_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, t
     assert (off != on).any()
 
 
-@pytest.fixture
-def trained_other(gallery):
-    """Return, by adapter, a float32 run whose weights visibly change images, and its output."""
-
-    def trained_other(adapter):
-        past = gallery(adapter)
-        return past.folder, past.text
-
-    return trained_other
-
-
 KEYS = {
     "lokr": {"lokr_w1", "lokr_w2_a", "lokr_w2_b"},
     "lokr_full": {"lokr_w1", "lokr_w2"},
@@ -70,9 +59,9 @@ KEYS = {
 
 
 @pytest.mark.parametrize("adapter", first(1, OTHERS))
-def test_picture_of_the_file_is_the_stock_pipeline_s(run, stock, trained_other, photo, tmp_path, adapter):
+def test_picture_of_the_file_is_the_stock_pipeline_s(run, stock, gallery, photo, tmp_path, adapter):
     """diffusers reads LoKr itself; `load_adapter` loads the others into its transformer."""
-    folder, text = trained_other(adapter)
+    folder, text = gallery(adapter).folder, gallery(adapter).text
     state = safetensors.torch.load_file(folder / FILE)
     ends = {re.sub(r".*\.(to_\w+|add_\w+|0|2|proj|proj_mlp)\.(?=[hlo])", "", key) for key in state}
     assert ends == KEYS[adapter]
@@ -93,8 +82,8 @@ def test_picture_of_the_file_is_the_stock_pipeline_s(run, stock, trained_other, 
     assert np.abs(pixels(tmp_path / "made" / "photo.png") - expected).max() <= 1
 
 
-def test_files_are_exported_with_what_is_lost(run, trained_other, tmp_path):
-    lokr, loha, oft = (trained_other(kind)[0] for kind in KINDS)
+def test_files_are_exported_with_what_is_lost(run, gallery, tmp_path):
+    lokr, loha, oft = (gallery(kind).folder for kind in KINDS)
 
     def predict(task, name, *more, ok=True):
         return run("predict", f"task={task}", f"output_dir={tmp_path / name}", *more, ok=ok)
@@ -111,14 +100,14 @@ def test_files_are_exported_with_what_is_lost(run, trained_other, tmp_path):
         assert words in predict("export", "no", *more, ok=False).error
 
 
-def test_an_oft_is_predicted_with_no_other(refuses, trained, trained_other, photo):
-    asked = [f"lora=[{trained_other('oft')[0]},{trained}]", f"image={photo}", "prompt=x"]
+def test_an_oft_is_predicted_with_no_other(refuses, trained, gallery, photo):
+    asked = [f"lora=[{gallery('oft').folder},{trained}]", f"image={photo}", "prompt=x"]
     refuses(*asked, words="is an OFT, which rotates the inputs of other LoRAs", script="predict")
 
 
 @pytest.mark.parametrize("adapter", first(1, KINDS))
-def test_training_starts_from_them(run, tiny, pairs, trained_other, tmp_path, adapter):
-    folder, _ = trained_other(adapter)
+def test_training_starts_from_them(run, tiny, pairs, gallery, tmp_path, adapter):
+    folder = gallery(adapter).folder
     arguments = short_of(short(tiny, pairs, tmp_path / "run", 1), adapter)
     still = ["optimizer.lr=0", "optimizer.weight_decay=0", "model.dtype=float32"]
     run("train", *arguments, *still, f"adapter.init_from={folder}")
@@ -164,9 +153,9 @@ def test_other_families_train_and_predict(run, arguments, photo, tmp_path, model
 
 @pytest.mark.parametrize(("adapter", "frozen", "base"), [("lokr", "lora", "nf4"), ("lora", "lokr", "bf16")])
 def test_a_training_adapter_of_any_kind_is_left_out_of_pictures_and_files(
-    tiny, trained, trained_other, tmp_path, adapter, frozen, base
+    tiny, trained, gallery, tmp_path, adapter, frozen, base
 ):
-    file = trained if frozen == "lora" else trained_other(frozen)[0]
+    file = trained if frozen == "lora" else gallery(frozen).folder
     settings = [*BASES[base], "model.gradient_checkpointing=none", f"model.training_adapter={file}"]
     plain = build(tiny, adapter, *BASES[base], dtype="bfloat16")
     module = build(tiny, adapter, *settings, dtype="bfloat16")
@@ -189,8 +178,8 @@ def test_a_training_adapter_of_any_kind_is_left_out_of_pictures_and_files(
     assert set(factors.values()) == {0.5, 1.0}
 
 
-def test_a_training_adapter_and_an_oft_refuse_each_other(tiny, trained, trained_other):
-    oft = trained_other("oft")[0]
+def test_a_training_adapter_and_an_oft_refuse_each_other(tiny, trained, gallery):
+    oft = gallery("oft").folder
     module = build(tiny, "oft", *BASES["nf4"], dtype="bfloat16")
     module.execution.training_adapter = TrainingAdapter(str(trained))
     with pytest.raises(UserError, match="OFT of blocks of 8 would change its output as well"):

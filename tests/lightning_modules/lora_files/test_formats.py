@@ -43,15 +43,11 @@ FAMILIES = {
 }
 
 
-def base_of(transformer, family):
+def apply(path, transformer, family, scales=None):
+    loras = AppliedLoRAs([path], scales=scales)
     names = LayerNames(transformer, family.layers.native)
-    return SimpleNamespace(layer_names=names, dtype=transformer.dtype, name="tiny-model")
-
-
-def apply(path, transformer, family):
-    loras = AppliedLoRAs([path])
-    base = base_of(transformer, family)
-    loras.load(transformer, base)
+    loras.load(transformer, SimpleNamespace(layer_names=names, dtype=transformer.dtype, name="tiny-model"))
+    return loras
 
 
 def relative_error(got, expected):
@@ -61,11 +57,6 @@ def relative_error(got, expected):
 @pytest.fixture(scope="module")
 def names():
     return {name: LayerNames(build(), family.layers.native) for name, (build, _, family) in FAMILIES.items()}
-
-
-def written(path, tensors):
-    safetensors.torch.save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-    return LoRAFile(path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -210,15 +201,12 @@ def test_a_dora_of_strength_0_is_the_base(tmp_path):
     names = LayerNames(transformer, NATIVE_NAMES)
     write(tmp_path / "x.safetensors", mixed_ranks(names, dora=True), {})
     before = velocity(transformer)
-    base = base_of(transformer, FluxKontext)
-    loras = AppliedLoRAs([tmp_path / "x.safetensors"])
-    loras.load(transformer, base)
+    loras = apply(tmp_path / "x.safetensors", transformer, FluxKontext)
     for scale, same in ((1.0, False), (0.0, True), (0.5, False)):
         loras.set_scale(transformer, scale)
         assert torch.equal(velocity(transformer), before) == same
     transformer = foreign_files.flux()
-    scales = {"*": 0.0, "*.proj_out": 1.0}
-    AppliedLoRAs([tmp_path / "x.safetensors"], scales=scales).load(transformer, base_of(transformer, FluxKontext))
+    apply(tmp_path / "x.safetensors", transformer, FluxKontext, {"*": 0.0, "*.proj_out": 1.0})
     assert set(lora_layers(transformer)) == {name for name in names.shapes if name.endswith(".proj_out")}
 
 
@@ -276,7 +264,8 @@ def test_other_names_of_a_layer_are_known_and_what_is_no_layer_is_left_out(names
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(2, 4),
         "text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_up.weight": torch.ones(4, 2),
     }
-    [(found, again)] = written(tmp_path / "a.safetensors", halves | others).read(names["flux"], "flux").items()
+    safetensors.torch.save_file(halves | others, tmp_path / "a.safetensors")
+    [(found, again)] = LoRAFile(tmp_path / "a.safetensors").read(names["flux"], "flux").items()
     assert found == layer
     torch.testing.assert_close(dense(again), dense(update))
 

@@ -62,10 +62,7 @@ FILES = {
         stored({"lycoris_x.lokr_w1": torch.ones(2, 2), "lycoris_x.alpha": torch.ones(1)}),
         "only alpha and lokr_w1, half",
     ),
-    "biases": (
-        stored(GOOD | {f"{LAYER}.lora_B.bias": torch.ones(64)}),
-        UNREAD + "transformer.",
-    ),
+    "biases": (stored(GOOD | {f"{LAYER}.lora_B.bias": torch.ones(64)}), UNREAD + "transformer."),
     "two adapters": (
         stored({key.replace(".weight", f".{name}.weight"): one for key, one in GOOD.items() for name in "ab"}),
         "contains several adapters",
@@ -83,20 +80,15 @@ FILES = {
         "contains a layer that Retouch does not read: transformer.",
     ),
     "DoRA of a LoKr": (
-        stored(
-            {
-                f"{LAYER}.lokr_w1": torch.ones(8, 8),
-                f"{LAYER}.lokr_w2": torch.ones(8, 8),
-                f"{LAYER}.dora_scale": torch.ones(64, 1),
-            }
-        ),
+        stored({f"{LAYER}.{key}": torch.ones(8, 8) for key in ("lokr_w1", "lokr_w2")}
+               | {f"{LAYER}.dora_scale": torch.ones(64, 1)}),
         "has lokr_w1 and lokr_w2 and magnitude, of two kinds",
     ),
     "PiSSA": (
         with_header('{"transformer.init_lora_weights": "pissa_niter_4"}'),
         "saved by peft with init_lora_weights=pissa",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +100,8 @@ def names():
 def test_one_short_line_says_what_is_wrong(names, tmp_path, name):
     content, message = FILES[name]
     (tmp_path / "x.safetensors").write_bytes(content)
-
-    def read():
-        file = LoRAFile(tmp_path / "x.safetensors")
-        return file.read(names, "tiny"), file.header
-
     with pytest.raises(UserError) as raised:
-        read()
+        LoRAFile(tmp_path / "x.safetensors").read(names, "tiny")
     assert message in str(raised.value)
     assert len(str(raised.value)) < 700
     assert str(raised.value).isprintable()
@@ -125,13 +112,8 @@ def test_both_commands_say_so_before_they_start(refuses, tiny, photo, tmp_path):
     (tmp_path / "x.safetensors").write_bytes(content)
     refuses(f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.rank=2", "adapter.target_modules=[attn.to_q]",
             words=message)  # fmt: skip
-    request = [
-        "model=flux_kontext",
-        f"model.pretrained_model_name_or_path={tiny}",
-        f"image={photo}",
-        "prompt=x",
-        f"lora={tmp_path / 'x.safetensors'}",
-    ]
+    request = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", f"image={photo}", "prompt=x"]
+    request.append(f"lora={tmp_path / 'x.safetensors'}")
     refuses(*request, words=message, script="predict")
 
 
