@@ -21,7 +21,6 @@ PHOTOGRAPHS = [
     "grass",
     "gravel",
     "coins",
-    "moon",
 ]
 SIZE = (512, 384)
 
