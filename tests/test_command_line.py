@@ -6,12 +6,6 @@ from omegaconf import OmegaConf
 from tests.support.commands import compose
 
 
-def test_prodigy_and_schedule_free_bring_a_constant_schedule():
-    for name in ("prodigy", "adamw_schedule_free"):
-        assert compose("train", f"optimizer={name}").scheduler.name == "constant_with_warmup"
-    assert compose("train", "optimizer=prodigy", "scheduler=cosine").scheduler.name == "cosine"
-
-
 def test_overrides_of_a_repeated_run_count(run, gallery):
     again = ["adapter.rank=2", "optimizer.lr=0.5", "scheduler.name=cosine", "--cfg", "job"]
     settings = run("train", "-cp", gallery("plain").folder, "-cn", "config", *again).text

@@ -53,11 +53,9 @@ def test_impossible_setting(refuses, override, words):
     refuses(*override.split(" "), words=words)
 
 
-@pytest.mark.parametrize("command", [["train"], ["predict", "task=cache"]])
-def test_wrong_root_is_said_before_the_hub_is_asked(run, tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    outcome = run(*command, "model=flux_kontext", "data.root=nowhere", "trainer.accelerator=cpu", ok=False)
-    assert "data.root=nowhere: no such folder" in outcome.error
+def test_wrong_root_is_said_before_the_hub_is_asked(run, tmp_path):
+    error = run("predict", "task=cache", "model=flux_kontext", f"data.root={tmp_path}/nowhere", ok=False).error
+    assert f"data.root={tmp_path}/nowhere: no such folder" in error
 
 
 def test_run_is_not_overwritten(run, gallery, copied, tiny, pairs):

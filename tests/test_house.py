@@ -78,19 +78,12 @@ def test_imports_between_folders_go_downward():
     assert not up
 
 
-def test_image_sets_are_a_closed_package():
-    found = {other for name, others in IMPORTS.items() if package(name) == "datamodules.images" for other in others}
-    assert {name for name in found if package(name) != "datamodules.images"} == {
-        "datamodules.errors",
-        "datamodules.files",
-    }
-
-
-def test_lora_files_are_a_closed_package():
-    """And importing it loads no other large library than PyTorch."""
-    ours = [name for name in FILES if package(name) == "lightning_modules.lora_files"]
-    found = {other for name in ours for other in IMPORTS[name] if other not in ours}
-    assert found == {"datamodules.errors", "datamodules.files", "datamodules.hub"}
+def test_image_sets_and_lora_files_are_closed_packages():
+    """And importing these loads no other large library than PyTorch."""
+    allowed = {"datamodules.errors", "datamodules.files"}
+    for closed, more in (("datamodules.images", set()), ("lightning_modules.lora_files", {"datamodules.hub"})):
+        ours = [name for name in FILES if package(name) == closed]
+        assert {other for name in ours for other in IMPORTS[name] if other not in ours} == allowed | more
     code = f"import sys, {', '.join(ours)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert not {"lightning", "hydra", "diffusers", "peft"} & set(loaded.split())

@@ -272,14 +272,14 @@ def test_notes_of_changed_settings_show_no_secrets(tmp_path, monkeypatch):
 
 
 def test_the_same_command_starts_a_run_resumes_it_and_says_that_it_is_finished(run, runs, copied, tiny, pairs):
-    settings = ["save_every=1", "scheduler=constant"]
-    folder = copied(runs(2, *settings, "resume=auto"))
+    settings = ["save_every=1", "scheduler=constant", "keep_checkpoints=3"]
+    folder = copied(runs(2, *settings))
     command = [*short(tiny, pairs, folder, 3), *settings, "resume=auto"]
     assert "nothing to do" not in run("train", *command).text
     assert lora_bytes(folder) == lora_bytes(runs(3, *settings).folder)
     assert [row["step"] for row in metrics(folder)] == ["1", "2", "3"]
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"last.ckpt", "step-000002.ckpt"}
-
+    kept = {"last.ckpt", "step-000001.ckpt", "step-000002.ckpt"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == kept
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     finished = run("train", *command)
     assert f"nothing to do: {folder} is finished, at step 3 of trainer.max_steps=3" in finished.text
@@ -304,7 +304,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, runs, copie
     settings = ["save_every=1", "scheduler=constant", "keep_checkpoints=3"]
     folder = copied(runs(3, *settings))
     checkpoints = folder / "checkpoints"
-    assert {path.name for path in checkpoints.iterdir()} == {"last.ckpt", "step-000001.ckpt", "step-000002.ckpt"}
     content = bytearray((checkpoints / "last.ckpt").read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoints / "last.ckpt").write_bytes(content)
