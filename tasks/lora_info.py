@@ -37,7 +37,7 @@ FIRST = (
 )
 
 
-class Facts(NamedTuple):
+class Description(NamedTuple):
     """Facts about a LoRA file of any program.
 
     Attributes:
@@ -70,7 +70,7 @@ def lora_info(cfg: DictConfig, output_dir: Path) -> None:
     console.print(table)
 
 
-def _facts(cfg: DictConfig, file: LoRAFile) -> Facts:
+def _facts(cfg: DictConfig, file: LoRAFile) -> Description:
     model, names = _model(cfg, file)
     parts = file.parts
     used = [key for one in parts.values() for _, key in sorted(one.items(), reverse=True)]
@@ -91,7 +91,7 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Facts:
     try:
         deltas = file.read(names, "the model")
     except UserError as error:
-        return Facts(rows | {"DAMAGED": shown(error, 300)}, header, {})
+        return Description(rows | {"DAMAGED": shown(error, 300)}, header, {})
     if len(deltas) != len(parts):
         rows["layers"] += f", {len(deltas)} by diffusers' names"
     squares = {layer: delta.square() for layer, delta in deltas.items()}
@@ -99,7 +99,7 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Facts:
     rows["norm"] = f"{sum(squares.values()) ** 0.5:.4g}, of the whole update{without}"
     if zero := [layer for layer, square in squares.items() if not square]:
         rows["ALL ZERO"] = f"{len(zero)} layers: {listing(zero)}"
-    return Facts(rows, header, deltas)
+    return Description(rows, header, deltas)
 
 
 def _model(cfg: DictConfig, file: LoRAFile) -> tuple[str, LayerNames]:
