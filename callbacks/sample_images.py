@@ -165,15 +165,16 @@ class SampleImages(L.Callback):
             return batch
 
         shown = []
-        pixels = data.pixels(count)[share(trainer, count)]
+        mine = share(trainer, count)
+        pixels = data.pixels_one_by_one(mine)
         # A cache contains the conditioning of the empty prompt only.
-        as_pixels = negative and pixels
-        batches = pixels if as_pixels else data.one_by_one(share(trainer, count), empty_prompt=negative is not None)
-        for index, batch in enumerate(batches):
-            if pixels:
-                images = pixels[index].images
+        as_pixels = negative and data.views
+        for batch in pixels if as_pixels else data.one_by_one(mine, empty_prompt=negative is not None):
+            if isinstance(batch, RawBatch):
+                images = batch.images
+            elif data.views:
+                images = next(pixels).images
             else:
-                assert isinstance(batch, LatentBatch)
                 known = [one for one in (*batch.controls, batch.target_mean) if one is not None]
                 images = [module.encoder.decode(module.normalize(one.to(module.base.device))) for one in known]
             *controls, target = images

@@ -103,15 +103,15 @@ class EditsDataModule(PromptData):
         self.setting = setting
         shared = _read_prompts(prompt, prompts_file, required=image is None)
         listing_of = cache(Listing.of)
-        names: list[str] = []
+        names: set[str] = set()
         self.edits: list[PromptedImage] = []
         for paths in find_images(image, setting) if image is not None else [()]:
             # File names may hold any bytes, up to 255 of them; the settings of each result follow the stem.
             stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
             numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-            names.append(next(name for name in numbered if name not in names))
+            names.add(name := next(name for name in numbered if name not in names))
             own = shared or self._own_prompts(paths[0], listing_of(paths[0].parent))
-            keys = [f"{names[-1]}_p{number:02d}" for number in range(len(own))]
+            keys = [f"{name}_p{number:02d}" for number in range(len(own))]
             for first in range(0, len(own), batch_size):
                 some = slice(first, first + batch_size)
                 self.edits.append(PromptedImage(paths, keys[some], own[some]))

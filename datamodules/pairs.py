@@ -305,13 +305,16 @@ class PairsDataModule(DataModule):
         Args:
             empty_prompt: whether latent batches include the empty prompt's conditioning.
         """
+        return self.pixels_one_by_one(which)
+
+    def pixels_one_by_one(self, which: slice) -> Iterator[RawBatch]:
+        """Return the first views of these samples in order as pixels, each as a batch of one."""
         dataset = self.dataset(None)
         return (dataset[(index, 0)] for index in self.leading[which])
 
     def pixels(self, count: int) -> list[RawBatch]:
         """Return the first `count` samples as pixels, each as a batch of one; none if the data is latents only."""
-        dataset = self.dataset(None)
-        return [dataset[(index, 0)] for index in self.leading[:count]] if self.views else []
+        return list(self.pixels_one_by_one(slice(count))) if self.views else []
 
     @property
     def sample_count(self) -> int:
