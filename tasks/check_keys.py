@@ -135,6 +135,9 @@ class Declared:
         """Raise a UserError for a key that is no setting, naming the nearest one."""
         near = self.nearest(key)
         hints = [f"Did you mean {near}?"] if near is not None else []
+        for other in TASKS.keys() - {self.script}:
+            if declared(other).knows(key) and (near is None or _unlikeness(key, near) > 1):
+                hints = [f"It is a setting of {other}.py."]
         if self.takes_arguments(key) and (near is None or _unlikeness(key, near) > 1):
             hints.append(f"An argument that conf/ leaves out needs a +: +{key}=VALUE.")
         listed = f"`python {self.script}.py --help` names those that people change most, --cfg job all of them."
@@ -185,7 +188,7 @@ def _arguments(target: str) -> Mapping[str, inspect.Parameter]:
 
     try:
         return inspect.signature(get_object(target)).parameters
-    except Exception:  # written in C, or it cannot be imported, which `instantiate` reports
+    except (ImportError, TypeError, ValueError):  # it cannot be imported, which `instantiate` reports; written in C
         return inspect.signature(lambda **_: None).parameters
 
 
