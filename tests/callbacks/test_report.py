@@ -82,7 +82,7 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
 
 
 def test_page_of_a_running_run_says_what_is_known_now(run, tiny, pairs, tmp_path, monkeypatch):
-    """It reloads itself until the end; the base's image is not what came after."""
+    """The page reloads itself until the end, and the base's image differs from the later ones."""
     pages, write = [], Report._write
 
     def keep(self, *args, **more):

@@ -100,7 +100,7 @@ def test_the_default_monitor_is_the_models_where_it_is_measured(tmp_path):
 
 
 def test_the_end_names_the_best_weights_and_a_command_that_works(gallery, pairs):
-    """It is checked in the terminal, the report and the cards, with a held-out image and its instruction."""
+    """Check the command in the terminal, the report and the cards, with a held-out image and its instruction."""
     folder, text = gallery("shown").folder, gallery("shown").text
     first = rows(folder)[0]
     best = max(rows(folder)[1:], key=lambda row: row["psnr"])

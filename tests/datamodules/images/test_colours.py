@@ -118,7 +118,7 @@ def test_alpha_and_rotation_keep_working(tmp_path, mode):
 
 
 def test_sixteen_bits_of_linear_grey_keep_their_shadows(tmp_path):
-    """In 8 bits the darkest levels would be 0 and 13, with none between."""
+    """Converted in 8 bits, the darkest levels would be 0 and 13."""
     icc = profile(b"GRAY", kTRC=gamma(1.0))
     ramp = np.tile(np.linspace(0, 800, 48).astype(np.uint16), (32, 1))
     Image.fromarray(ramp).save(tmp_path / "x.png", icc_profile=icc)

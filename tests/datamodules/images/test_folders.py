@@ -120,7 +120,7 @@ def test_unread_files_with_the_name_of_a_sample_are_named(tmp_path):
 
 @pytest.mark.parametrize(("on_disk", "named"), [("NFD", "NFC"), ("NFC", "NFD")])
 def test_names_in_other_forms_of_unicode_match(tmp_path, on_disk, named):
-    """As between macOS and other systems: é of one character and of two."""
+    """macOS writes é as two characters, other systems as one."""
     here, there = (unicodedata.normalize(form, "caf\u00e9 \u00c5") for form in (on_disk, named))
     folders = [f"control_images/{there}.png", f"training_images/{here}.png", f"control_images/{there}_mask.png"]
     write(tmp_path / "x", *folders, f"control_images/{here}_control_1.png", f"training_images/{there}.txt")

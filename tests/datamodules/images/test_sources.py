@@ -1,4 +1,4 @@
-"""One set of pairs gives the same samples in whichever form it is stored; roots and their settings."""
+"""A set of pairs gives the same samples in every form of storage; roots and their settings."""
 
 import pickle
 import shutil

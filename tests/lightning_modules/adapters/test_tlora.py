@@ -132,7 +132,7 @@ def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
 
 
 def test_dropout_is_a_function_of_the_batch_s_draws_and_leaves_the_global_generator(tiny):
-    """It repeats for equal draws, whatever was drawn before, and differs for other draws and between samples."""
+    """Equal draws drop the same inputs, whatever was drawn before; other draws and samples drop different ones."""
     module = build(tiny, "tlora", "adapter.dropout=0.5", "model.timesteps.logit_std=0", "model.vae_encode_mode=mode")
     learn(module, spread=1.0)
     x_t, controls, prompt = batch(1)

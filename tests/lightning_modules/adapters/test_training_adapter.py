@@ -171,7 +171,7 @@ def test_what_it_is_incompatible_with_is_refused(refuses, learned, tiny, file, t
 
 @pytest.mark.slow
 def test_compiled_blocks_go_on_compiled(tiny, file, monkeypatch):
-    """It is switched on and off within the layers."""
+    """The adapter is switched on and off within the layers."""
     expected = step(build(tiny, "lora", f"model.training_adapter={file}", *STREAMED))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()

@@ -47,7 +47,7 @@ class Stream:
 
 
 class Streams(TorchDispatchMode):
-    """All is computed at once; by the events alone, the sanitizer finds what two streams may do in either order.
+    """Everything runs at once; from the events alone, the sanitizer finds what two streams may do in either order.
 
     Letting memory go is writing it, for what computes next may get it; but not while `record_stream` keeps it, and
     PyTorch keeps pinned memory until its copies are done.

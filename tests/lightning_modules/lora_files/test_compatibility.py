@@ -54,7 +54,7 @@ def loads(pipeline, format, updates, dora, tmp_path):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, format, dora):
-    """By its pipelines' load_lora_weights; kohya's FLUX has a test at the real widths."""
+    """Load each file by the pipeline's load_lora_weights; kohya's FLUX has a test at the real widths."""
     for targets in ("default", "all-linear", "single projections"):
         updates = random_updates(pipeline.names, targets, dora=dora)
         groups = pipeline.names.native.values() if dora and FORMATS[format].native else ()
@@ -133,7 +133,7 @@ def test_diffusers_reads_flux_of_the_real_widths(tmp_path, format, targets):
 
 
 def test_other_verdicts(pipeline):
-    """Of T-LoRAs with all their components, DoRAs under diffusers' names, and other kinds than LoRA."""
+    """T-LoRAs with all their components, DoRAs under diffusers' names, and other kinds than LoRA."""
     names, name = pipeline.names, class_name(pipeline)
     rows = readers("diffusers", names, random_updates(names), name, masked=True)
     assert [one.program for one in rows if one.reads] == ["Retouch"]

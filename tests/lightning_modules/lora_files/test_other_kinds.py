@@ -134,7 +134,7 @@ def test_layers_that_are_one_in_a_file_get_its_rows(base, names, tmp_path, kind,
     ids=["LoKr", "LoKr of whole factors", "LoHa", "OFT"],
 )
 def test_folders_of_peft_are_what_peft_computes(base, names, tmp_path, config):
-    """Which scales whole factors, too."""
+    """peft's scales apply to whole factors as well."""
     config.target_modules = LAYERS
     theirs = get_peft_model(copy.deepcopy(base), config)
     for number, parameter in enumerate(theirs.parameters()):

@@ -65,7 +65,7 @@ def test_backward_samples_are_exchanged_pictures_with_the_negated_update(tiny, a
 
 
 def test_an_orthogonal_update_is_turned_as_a_whole(tiny):
-    """It has a trainable part and one that cancels the start."""
+    """The update has a trainable part and one that cancels the start."""
     module = made(tiny, "ortho_tlora")
     x_t, controls, prompt = batch(2)
     t = torch.tensor([0.2, 0.7])
