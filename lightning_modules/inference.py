@@ -15,8 +15,8 @@ from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.fsdp import gather_anew
-from lightning_modules.lora_files.find import find_weights
 from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.reading import find_weights
 from lightning_modules.pretrained.transformer import TransformerSource
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from datamodules.errors import UserError
 from datamodules.files import replacing
-from lightning_modules.lora_files.find import WEIGHTS_NAME, find_or_download
-from lightning_modules.lora_files.reading import HEADER_KEY, LoRAFile
+from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME, LoRAFile, find_or_download
 from lightning_modules.lora_files.writing import require_finite
 from runs.run_folder import RunFolder
 from tasks.edit import as_list

@@ -17,8 +17,7 @@ from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.family import Sampling
-from lightning_modules.lora_files.find import find_or_download
-from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
 from tasks.check_values import check_ranges

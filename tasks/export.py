@@ -22,9 +22,14 @@ from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
 from lightning_modules.adapters.ranks import PATTERNS, Ranks
 from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
-from lightning_modules.lora_files.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME, find_or_download
 from lightning_modules.lora_files.kinds import common_kind
-from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.reading import (
+    PEFT_CONFIG_NAME,
+    PEFT_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    LoRAFile,
+    find_or_download,
+)
 from lightning_modules.lora_files.writing import FORMATS, export_dtype, write
 from report.origin import published
 from runs.run_folder import RunFolder

@@ -18,9 +18,8 @@ from rich.text import Text
 
 from datamodules.errors import UserError, listing, printable
 from lightning_modules.lora_files.delta import Delta, squared_difference
-from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.names import LayerNames, LayerShape
-from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile
+from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download
 from tasks.edit import as_list
 from tasks.models import fitting_models, model_for
 

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 
 from datamodules.errors import UserError
-from lightning_modules.lora_files.find import find_weights
+from lightning_modules.lora_files.reading import find_weights
 from runs.run_folder import RunFolder
 from tasks.check_keys import TASKS, declared
 from tasks.check_values import check_shards

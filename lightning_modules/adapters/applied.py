@@ -17,10 +17,9 @@ from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank
 from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.lora_files.compatibility import require_loaded
 from lightning_modules.lora_files.delta import Delta, LowRank
-from lightning_modules.lora_files.find import find_or_download
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames
-from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 from lightning_modules.lora_files.writing import encode
 from lightning_modules.pretrained.frozen_base import FrozenBase
 

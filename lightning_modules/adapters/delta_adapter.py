@@ -16,10 +16,9 @@ from lightning_modules.family import ALIKE, Layers
 from lightning_modules.lora_files import writing
 from lightning_modules.lora_files.compatibility import IN_DIFFUSERS, loader_of, read_back
 from lightning_modules.lora_files.delta import Delta
-from lightning_modules.lora_files.find import WEIGHTS_NAME, find_or_download
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames
-from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 
@@ -149,6 +148,10 @@ class DeltaAdapter(Adapter):
         if loader_of(pipeline_name, self.kind) is None:
             return [f"pipe.transformer.load_lora_adapter({weights!r}, prefix='transformer', use_safetensors=True)"]
         return [f"pipe.load_lora_weights({weights!r})"]
+
+    def describe(self, trained: Mapping[str, Tensor]) -> str:
+        layers = {layer_of(name) for name in trained}
+        return f"{self}: {len(layers)} layers, {sum(tensor.numel() for tensor in trained.values()):,} parameters"
 
     def metadata(self) -> dict[str, Any]:
         return {"target_modules": self.target_modules}

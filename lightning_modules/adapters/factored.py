@@ -170,11 +170,6 @@ class Factored(DeltaAdapter):
             for name, layer in delta_layers(transformer, ADAPTER).items()
         }
 
-    def describe(self, trained: Mapping[str, Tensor]) -> str:
-        layers = {name.rpartition(f".updates.{ADAPTER}.")[0] for name in trained}
-        count = sum(tensor.numel() for tensor in trained.values())
-        return f"{self}: {len(layers)} layers, {count:,} parameters"
-
     def metadata(self) -> dict[str, Any]:
         return {"kind": self.kind, **super().metadata()}
 

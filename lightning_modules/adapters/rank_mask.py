@@ -15,8 +15,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
 from lightning_modules.execution.blocks import with_attribute
-from lightning_modules.lora_files.find import find_or_download
-from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 
 NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
 # The timestep of a sampling step, and all timesteps (N,) of the sampling; None for the latter outside of a sampling.

@@ -14,10 +14,9 @@ from torch import Tensor
 from datamodules.errors import UserError, listing
 from datamodules.files import replacing
 from lightning_modules.lora_files.delta import Delta, LowRank, swap_halves
-from lightning_modules.lora_files.find import PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames, flat
-from lightning_modules.lora_files.reading import HEADER_KEY
+from lightning_modules.lora_files.reading import HEADER_KEY, PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME
 
 log = logging.getLogger("retouch")
 

@@ -7,7 +7,7 @@ import torch
 from datamodules.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.lora import LoRA
-from lightning_modules.lora_files.find import find_weights
+from lightning_modules.lora_files.reading import find_weights
 from lightning_modules.lora_files.writing import write
 from tests.support.same_adapters import adapter_state
 

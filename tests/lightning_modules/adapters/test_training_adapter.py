@@ -125,7 +125,7 @@ def test_a_file_or_a_repository_of_the_hub(file, tmp_path, monkeypatch):
         (folder / name).write_bytes(file.read_bytes())
     code = (
         "import json, sys\n"
-        "from lightning_modules.lora_files.find import find_or_download\n"
+        "from lightning_modules.lora_files.reading import find_or_download\n"
         "from datamodules.errors import UserError\n"
         "for name in sys.argv[1:]:\n"
         "    try: print(find_or_download(name).name)\n"
