@@ -92,7 +92,8 @@ class LoRACheckpoint(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save the weights; several processes cannot agree on saving when one of them has failed."""
-        if trainer.world_size == 1 and isinstance(exception, UserError | torch.OutOfMemoryError):
+        alone, started = trainer.world_size == 1, self.saved_step >= 0
+        if alone and started and isinstance(exception, UserError | torch.OutOfMemoryError):
             with contextlib.suppress(UserError):  # the disk may be what failed
                 self.save(trainer, pl_module)
 

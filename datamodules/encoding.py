@@ -1,6 +1,6 @@
 """The samples that a cache lacks, to be encoded by trainer.predict."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,8 +58,6 @@ class EncodingDataModule(PromptData):
         sample_set: the samples, configured for the model that encodes them.
         num_workers: processes that decode images.
         cache: the destination.
-        begin: called by one process before any other reads the cache; for a cache in a bucket, by one per machine.
-        join: called by each process before it reads the cache and writes to it.
         preserve_prompts: prompts whose conditioning is encoded with each sample.
     """
 
@@ -68,26 +66,22 @@ class EncodingDataModule(PromptData):
         sample_set: SampleSet,
         num_workers: int,
         cache: Cache,
-        begin: Callable[[], None],
-        join: Callable[[], None],
         preserve_prompts: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.sample_set = sample_set
         self.num_workers = num_workers
         self.cache = cache
-        self.begin = begin
-        self.join = join
         self.prepare_data_per_node = not cache.on_disk
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.preserve_prompts = preserve_prompts
         self.requests = _Requests([], FileHashes([]), sample_set.condition_images)
 
     def prepare_data(self) -> None:
-        self.begin()
+        self.cache.begin(self.run.is_global_zero)
 
     def setup(self, stage: str) -> None:
-        self.join()
+        self.cache.join()
         rank = self.run.global_rank
         mine = self.sample_set.find().samples[rank :: self.run.world_size]
         hashes = hash_files(self.cache, rank, mine)

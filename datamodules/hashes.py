@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from datamodules.files import Packed, file_signature, require_file, sha256
+from datamodules.files import Packed, file_sha256, file_signature, require_file
 
 # A file's path, size, modification and change time in ns, and sha256; then further facts to remember about it.
 Hashed = tuple[Any, ...]
@@ -19,7 +19,7 @@ def hash_file(path: Path | Packed) -> Hashed:
     if isinstance(path, Packed):
         return (*path.signature(), hashlib.sha256(path.read()).hexdigest())
     require_file(path)
-    return (*file_signature(path), sha256(path))
+    return (*file_signature(path), file_sha256(path))
 
 
 class FileHashes:

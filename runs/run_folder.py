@@ -1,12 +1,15 @@
 """The folder of a run: every path below its output_dir, and writing files that may be missing."""
 
+import json
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from datamodules.files import reason, remove_temporary
+from datamodules.files import reading, reason, remove_temporary, replacing
 
 log = logging.getLogger("retouch")
 
@@ -25,6 +28,22 @@ def best_effort(what: str) -> Iterator[None]:
     except Exception as error:
         line = reason(error)
         log.warning(f"note: no {what}: {line}", exc_info=os.environ.get("HYDRA_FULL_ERROR") == "1")
+
+
+class End(NamedTuple):
+    """The end of a run, the content of finished.json.
+
+    Attributes:
+        step: the last one.
+        value: of the monitored figure, by which a sweep compares.
+        monitor: name of the figure.
+    """
+
+    step: int
+    value: float
+    monitor: str
+    more_is_better: bool
+    stopped_early: bool
 
 
 class RunFolder:
@@ -123,6 +142,27 @@ class RunFolder:
                     facts = path.stat()
                     found[name] = [facts.st_size, facts.st_mtime_ns]
         return found
+
+    def write_end(self, end: End) -> None:
+        """Record that the run has ended."""
+        with replacing(self.finished) as temporary:
+            temporary.write_text(json.dumps(end._asdict()) + "\n")
+
+    def read_end(self, max_steps: int, early_stopping: bool) -> End | None:
+        """Return the end of a run that has reached max_steps or, with early_stopping, was stopped early; else None."""
+        if not self.finished.is_file():
+            return None
+        with reading(self.finished, "delete it"):
+            end = End(**json.loads(self.finished.read_text()))
+            return end if end.step >= max_steps or (early_stopping and end.stopped_early) else None
+
+    def remove_leftovers(self) -> None:
+        """Remove the output of a run that saved nothing."""
+        for path in self.leftovers():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def leftovers(self) -> list[Path]:
         """Return the possible output of a run that saved nothing: all but weights and checkpoints, config.yaml last."""

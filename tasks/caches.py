@@ -11,11 +11,11 @@ from omegaconf import DictConfig
 from rich.filesize import decimal
 
 from datamodules.errors import UserError, count_of, listing, without_credentials
+from datamodules.locks import in_use
 from datamodules.shards.cache import USED, Cache
 from report.images import write_figure
 from tasks.contact_sheet import contact_sheet
 from tasks.encode import build_cache, cached_data
-from tasks.folders import in_use
 from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log
 

@@ -1,13 +1,17 @@
-"""Kinds and ranges of all numbers and switches among the settings, checked when the config is composed."""
+"""Kinds and ranges of all numbers and switches among the settings, and contradictions, checked before a task."""
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
+from runs.uploads import check_upload
 from tasks.resolvers import CONF
+from tasks.terminal import is_first_process
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,30 @@ KEPT_BY_SHARDS = {
     *("_target_", "root", "source", "val_root", "val_count", "batch_size", "num_workers", "seed", "preview_count"),
     "caption_dropout_rate",
 }
+
+
+def check_run(cfg: DictConfig) -> None:
+    """Raise a UserError for settings of a run that contradict each other."""
+    repository = OmegaConf.select(cfg, "hub.push")
+    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    if in_sweep and repository is not None and not OmegaConf.is_interpolation(cfg.hub, "push"):
+        raise UserError(
+            f"hub.push={repository}: the jobs of a sweep would replace each other's weights there; name one "
+            "for each, hub.push='owner/name-${hydra:job.num}'"
+        )
+    if is_first_process():
+        check_upload(repository)
+    if (epochs := cfg.trainer.max_epochs) not in (None, -1):
+        length = f"{epochs} x samples / (data.batch_size x trainer.accumulate_grad_batches x processes)"
+        raise UserError(
+            f"trainer.max_epochs={epochs}: the length of a run is counted in steps. Pass trainer.max_steps, {length}"
+        )
+    if cfg.early_stopping and cfg.callbacks.get("validation") is None:
+        raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
+    if cfg.sample_root is not None and cfg.callbacks.get("sample_images") is None:
+        raise UserError(
+            f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
+        )
 
 
 def check_ranges(cfg: DictConfig, script: str) -> None:

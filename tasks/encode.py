@@ -1,6 +1,5 @@
 """Encoding data.root into the cache, for the tasks that read it."""
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -10,8 +9,7 @@ from datamodules.shards.cache import FINGERPRINT
 from runs.run_folder import best_effort
 from runs.shares import of_all, of_first
 from runs.signals import Stopped
-from tasks.folders import in_use, one_at_a_time
-from tasks.placement import frozen_model, join_processes
+from tasks.placement import frozen_model
 from tasks.terminal import log, silence_libraries
 
 if TYPE_CHECKING:
@@ -69,31 +67,23 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
     from callbacks.shard_writer import ShardWriter
     from datamodules.encoding import EncodingDataModule
 
-    join_processes(cfg)
-    with ExitStack() as held:
-
-        def begin() -> None:
-            held.enter_context(in_use(cache.folder, wait=True))
-            with one_at_a_time(cache.folder):  # a process of a killed build may still write
-                cache.recover()
-
-        def join() -> None:
-            held.enter_context(one_at_a_time(cache.folder, shared=True))
-
-        missing = EncodingDataModule(data.sample_set, data.num_workers, cache, begin, join, data.preserve_prompts)
-        writer = ShardWriter(cache)
-        trainer = instantiate(
-            cfg.trainer,
-            strategy=cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp",
-            callbacks=[Watchdog(cfg.get("watchdog_minutes")), writer, GracefulStop()],
-            logger=False,
-            enable_progress_bar=False,
-            profiler=None,  # it profiles training
-        )
+    writer = ShardWriter(cache)
+    trainer = instantiate(
+        cfg.trainer,
+        strategy=cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp",
+        callbacks=[Watchdog(cfg.get("watchdog_minutes")), writer, GracefulStop()],
+        logger=False,
+        enable_progress_bar=False,
+        profiler=None,  # it profiles training
+    )
+    missing = EncodingDataModule(data.sample_set, data.num_workers, cache, data.preserve_prompts)
+    try:
         trainer.predict(module, missing, return_predictions=False)
         counts = of_all(trainer, [writer.encoded])  # all tars are finished
         if trainer.is_global_zero:
             cache.merge()
+    finally:
+        cache.end()
     of_first(trainer, None)  # the index is merged
     if trainer.is_global_zero:
         _report(data, cache, sum(counts))

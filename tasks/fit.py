@@ -3,14 +3,11 @@
 import contextlib
 import math
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,72 +18,46 @@ from callbacks.metrics import Metrics
 from callbacks.rank_schedule import RankMasks
 from callbacks.validation import Validation
 from datamodules.cached import CachedDataModule
-from datamodules.errors import UserError
-from datamodules.shards.stores import working_folder
 from report.commands import example, predict_command
-from runs.run_folder import RunFolder
+from runs.run_folder import End, RunFolder
 from runs.signals import Stopped, stop
-from runs.uploads import check_upload, upload
+from runs.uploads import upload
 from tasks.encode import build_cache
-from tasks.folders import NOT_OF_A_RUN
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
-from tasks.resuming import End, check_resumable, find_checkpoint, read_end, start_again, write_end
+from tasks.resuming import Start, find_start, start_again
 from tasks.terminal import is_first_process, log, silence_libraries
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> float:
     """Train, and return the monitored value, by which a sweep compares."""
     run = RunFolder(output_dir)
-    with no_traces_unless_started(run, cfg.data.get("cache_dir")):
-        check_settings(cfg)
-        max_steps, repository = cfg.trainer.max_steps, OmegaConf.select(cfg, "hub.push")
-        if cfg.resume and (end := read_end(run, max_steps, cfg.early_stopping)) is not None:
-            check_resumable(run_settings(cfg), run)
+    with no_traces_unless_started(run):
+        settings = run_settings(cfg)
+        start = find_start(cfg, run, settings)
+        if (end := start.end) is not None:
             how = "was stopped early; early_stopping=false resumes it" if end.stopped_early else "is finished"
-            log.info(f"nothing to do: {run} {how}, at step {end.step} of trainer.max_steps={max_steps}")
+            log.info(f"nothing to do: {run} {how}, at step {end.step} of trainer.max_steps={cfg.trainer.max_steps}")
             return end.value
-        trainer = train(cfg, run)
+        trainer = train(cfg, run, settings, start)
+        repository = OmegaConf.select(cfg, "hub.push")
         if repository is not None and trainer.is_global_zero:  # after the run, whose other processes would wait
             module: Any = trainer.lightning_module
             upload(run, module.adapter.folder, repository, cfg.hub.private)
         end = report(trainer, run, cfg)
         if trainer.is_global_zero:
-            write_end(run, end)
+            run.write_end(end)
         return end.value
 
 
-def check_settings(cfg: DictConfig) -> None:
-    """Raise a UserError for settings that contradict each other."""
-    repository = OmegaConf.select(cfg, "hub.push")
-    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-    if in_sweep and repository is not None and not OmegaConf.is_interpolation(cfg.hub, "push"):
-        raise UserError(
-            f"hub.push={repository}: the jobs of a sweep would replace each other's weights there; name one "
-            "for each, hub.push='owner/name-${hydra:job.num}'"
-        )
-    if is_first_process():
-        check_upload(repository)
-    if (epochs := cfg.trainer.max_epochs) not in (None, -1):
-        length = f"{epochs} x samples / (data.batch_size x trainer.accumulate_grad_batches x processes)"
-        raise UserError(
-            f"trainer.max_epochs={epochs}: the length of a run is counted in steps. Pass trainer.max_steps, {length}"
-        )
-    if cfg.early_stopping and cfg.callbacks.get("validation") is None:
-        raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
-    if cfg.sample_root is not None and cfg.callbacks.get("sample_images") is None:
-        raise UserError(
-            f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
-        )
+def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Start) -> L.Trainer:
+    """Return the trainer after its last step.
 
-
-def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
-    """Return the trainer after its last step."""
-    checkpoint, step = find_checkpoint(cfg.ckpt_path, cfg.resume, run) or (None, 0)
+    Args:
+        settings: the content of config.yaml.
+    """
     # Before Hydra's instantiate, which resolves interpolations in place.
-    settings, resolved = run_settings(cfg), OmegaConf.to_container(cfg, resolve=True)
-    if checkpoint is not None:
-        check_resumable(settings, RunFolder.of_checkpoint(checkpoint))
+    resolved = OmegaConf.to_container(cfg, resolve=True)
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     # Plain lists and dicts: a checkpoint must load without this project's libraries.
@@ -113,11 +84,11 @@ def train(cfg: DictConfig, run: RunFolder) -> L.Trainer:
     )
     # A run that was killed after its last checkpoint still lacks its last images and report. Lightning skips training
     # without a step left, so it gets one more; StartOfTraining takes that back.
-    trainer.fit_loop.epoch_loop.max_steps = max(cfg.trainer.max_steps, step + 1)
+    trainer.fit_loop.epoch_loop.max_steps = max(cfg.trainer.max_steps, start.step + 1)
     if is_first_process() and not run.checkpoint.is_file():
         start_again(run)
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        trainer.fit(module, datamodule=data, ckpt_path=start.checkpoint, weights_only=True)
     except Stopped as stopped:  # by a second signal, which does not wait for a checkpoint
         saved = run.checkpoint.is_file()
         how = "by the same command" if cfg.resume else "with ckpt_path=last"
@@ -174,17 +145,11 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
 
 
 @contextlib.contextmanager
-def no_traces_unless_started(run: RunFolder, cache_dir: str | None) -> Iterator[None]:
-    """Remove the folder of a run that ends before its config.yaml is written, unless it contained files before.
-
-    Args:
-        cache_dir: a folder that contains it is not removed.
-    """
-    fresh = is_first_process() and all(path.name in NOT_OF_A_RUN for path in run.path.iterdir())
-    if cache_dir is not None and working_folder(cache_dir).resolve().is_relative_to(run.path.resolve()):
-        fresh = False
+def no_traces_unless_started(run: RunFolder) -> Iterator[None]:
+    """Remove the output of a run that ends before its config.yaml is written, unless the folder had some before."""
+    fresh = is_first_process() and not any(path.exists() for path in run.leftovers())
     try:
         yield
     finally:
         if fresh and not run.config.exists():
-            shutil.rmtree(run.path, ignore_errors=True)
+            run.remove_leftovers()

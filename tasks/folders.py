@@ -1,12 +1,9 @@
 """The output folder of a command: a new one unless it is named, and never two commands in one."""
 
-import errno
-import fcntl
 import itertools
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,14 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
+from datamodules.locks import LOCK, in_use
 from tasks.resuming import check_resume, newest_run
-from tasks.terminal import is_first_process, log, one_line_errors
+from tasks.terminal import is_first_process, one_line_errors
 
 # Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
-LOCK = ".lock"
 # A note on the run's copy in a bucket (`tasks.mirror`).
 MIRROR = ".mirror.json"
-NOT_OF_A_RUN = (LOCK, MIRROR)
 # Tasks that write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")
 # False while a config is only shown (--cfg): then no folder is created.
@@ -62,68 +58,6 @@ def new_folder(pattern: str) -> str:
     raise AssertionError
 
 
-@contextmanager
-def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Temporarily keep other commands out of a folder; the lock ends with the process, however that ends.
-
-    Args:
-        wait: for a command that holds the lock, instead of an error.
-
-    Raises:
-        UserError: another command holds the lock.
-    """
-    if not is_first_process():
-        yield
-        return
-    path = folder / LOCK
-    with ExitStack() as stack:
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                file = stack.enter_context(path.open("w"))
-            except FileNotFoundError:  # the command that held the lock has just removed the folder
-                continue
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    log.warning(f"note: no locks in {folder} ({error.strerror}): write there by one command at a time")
-                    break
-                if not wait:
-                    raise UserError(
-                        f"output_dir={folder} is in use by another command: choose another folder, or wait for it"
-                    ) from error
-                log.info(f"another command is filling {folder}: waiting for it")
-                fcntl.lockf(file, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):  # the command that held the lock has just removed the file
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    break
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def one_at_a_time(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Temporarily keep other processes waiting; without effect on a file system without locks.
-
-    Args:
-        shared: wait only for processes that do not share, and keep only these waiting.
-    """
-    descriptor, how = os.open(folder, os.O_RDONLY), fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log.info(f"waiting for another process, which uses {folder}")
-                fcntl.flock(descriptor, how)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def require_empty(folder: Path) -> None:
     """Raise a UserError if a folder, in use by this command, contains anything: it would be replaced as a whole."""
     if any(path.name != LOCK for path in folder.iterdir()):
@@ -145,7 +79,9 @@ class MakeFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with one_line_errors():
-            self._sweep.enter_context(in_use(make_folder(config, "hydra.sweep.dir")))
+            folder = make_folder(config, "hydra.sweep.dir")
+            if is_first_process():
+                self._sweep.enter_context(in_use(folder))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         self._sweep.close()

@@ -8,11 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from datamodules.errors import UserError
-from datamodules.files import DAMAGED, link_or_copy, replacing, sha256
+from datamodules.files import DAMAGED, file_sha256, link_or_copy, replacing
+from datamodules.locks import one_at_a_time
 from datamodules.shards.transfer import Bucket
 from runs.run_folder import RunFolder
 from runs.signals import Stopped, stop
-from tasks.folders import MIRROR, one_at_a_time
+from tasks.folders import MIRROR
 from tasks.terminal import is_first_process, log, started_by_lightning
 
 POLL = 5.0  # seconds between two looks for a new checkpoint
@@ -74,7 +75,7 @@ class Mirror:
         if there is None:
             self.files = dict.fromkeys(self.files)
             return
-        here = sha256(last) if last.is_file() else None
+        here = file_sha256(last) if last.is_file() else None
         if there == here:
             self.states.append(there)
         if there in self.states:
@@ -132,7 +133,7 @@ class Mirror:
         changed = [name for name, facts in here.items() if self.files.get(name) != facts]
         if self.bucket.checksum(LAST) not in (None, *self.states):
             raise UserError("another machine has saved a checkpoint there")
-        self.states += [sha256(held)] if LAST in changed else []
+        self.states += [file_sha256(held)] if LAST in changed else []
         self.files.update(dict.fromkeys(changed))
         self._write_note()
         for name in sorted(changed, key=lambda name: (name == self.run.finished.name, name == LAST)):

@@ -1,9 +1,7 @@
 """Resuming a run: the checkpoint, the settings that must be those of the run, and the end of a finished run."""
 
-import json
 import pickle
 import shlex
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +9,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
-from datamodules.files import reading, replacing
+from datamodules.files import reading
 from report.quoting import SECRET, flat_settings
-from runs.run_folder import RunFolder
+from runs.run_folder import End, RunFolder
 from tasks.terminal import is_first_process, log
 
 # The checkpoint restores the state of these, which would hide a changed setting.
@@ -22,8 +20,27 @@ RESTORED = ("adapter", "optimizer", "ema")
 OF_A_START = ("defaults", "hydra", "task", "output_dir", "ckpt_path", "resume")
 
 
-def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -> tuple[Path, int] | None:
-    """Return the checkpoint to resume from, and its step; None for a new run.
+class Start(NamedTuple):
+    """The checkpoint that a run starts from, None for a new one; its step; and the end of a finished run."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    end: End | None = None
+
+
+def find_start(cfg: DictConfig, run: RunFolder, settings: dict[str, Any]) -> Start:
+    """Return the start of a run with these settings; raises UserError if it cannot be resumed with them."""
+    if cfg.resume and (end := run.read_end(cfg.trainer.max_steps, cfg.early_stopping)) is not None:
+        start = Start(run.checkpoint, end.step, end)
+    else:
+        start = find_checkpoint(cfg.ckpt_path, cfg.resume, run)
+    if start.checkpoint is not None:
+        check_resumable(settings, RunFolder.of_checkpoint(start.checkpoint))
+    return start
+
+
+def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -> Start:
+    """Return the checkpoint to resume from.
 
     Args:
         ckpt_path: a path, or `last` for the last intact checkpoint of the run.
@@ -40,7 +57,7 @@ def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -
     if is_first_process() and (path is None or path.resolve() != last.resolve()):
         check_unused(run)
     if path is None:
-        return None
+        return Start()
     weights = RunFolder.of_checkpoint(path).saved_weights()
     candidates = run.checkpoints() if path == last else [path] if path.is_file() else []
     if not candidates:
@@ -52,10 +69,10 @@ def find_checkpoint(ckpt_path: str | None, resume: str | None, run: RunFolder) -
     *newer, oldest = candidates
     for path, before in zip(newer, candidates[1:], strict=True):
         try:
-            return path, checkpoint_step(path, f"{before} is tried")
+            return Start(path, checkpoint_step(path, f"{before} is tried"))
         except UserError as error:
             log.info(f"note: {error}")
-    return oldest, checkpoint_step(oldest, f"name another ckpt_path, or {_from_weights(weights)}")
+    return Start(oldest, checkpoint_step(oldest, f"name another ckpt_path, or {_from_weights(weights)}"))
 
 
 def newest_run() -> RunFolder | None:
@@ -73,37 +90,6 @@ def check_resume(cfg: DictConfig) -> None:
         raise UserError(f"resume={cfg.resume} chooses the checkpoint itself: leave ckpt_path={cfg.ckpt_path} out")
     if cfg.resume and OmegaConf.is_interpolation(cfg, "output_dir"):
         raise UserError(f"resume={cfg.resume} needs output_dir=FOLDER, the same each time")
-
-
-class End(NamedTuple):
-    """The end of a run, the content of finished.json.
-
-    Attributes:
-        step: the last one.
-        value: of the monitored figure, by which a sweep compares.
-        monitor: name of the figure.
-    """
-
-    step: int
-    value: float
-    monitor: str
-    more_is_better: bool
-    stopped_early: bool
-
-
-def write_end(run: RunFolder, end: End) -> None:
-    """Record that the run has ended."""
-    with replacing(run.finished) as temporary:
-        temporary.write_text(json.dumps(end._asdict()) + "\n")
-
-
-def read_end(run: RunFolder, max_steps: int, early_stopping: bool) -> End | None:
-    """Return the end of a run that has reached max_steps or, with early_stopping, was stopped early; else None."""
-    if not run.finished.is_file():
-        return None
-    with reading(run.finished, "delete it"):
-        end = End(**json.loads(run.finished.read_text()))
-        return end if end.step >= max_steps or (early_stopping and end.stopped_early) else None
 
 
 def check_unused(run: RunFolder) -> None:
@@ -153,11 +139,7 @@ def start_again(run: RunFolder) -> None:
         if "_target_: lightning_modules." not in run.config.read_text(encoding="utf-8"):
             raise UserError(f"{run.config} is not a run's: choose another output_dir, or remove the file")
     log.info(f"note: the run in {run} ended before it saved anything: it is started again")
-    for path in run.leftovers():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    run.remove_leftovers()
 
 
 def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:

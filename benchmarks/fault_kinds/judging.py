@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.files import sha256
+from datamodules.files import file_sha256
 
 # Of metrics.csv; the others are times, rates and memory, and a mean that is resumed from six digits.
 COLUMNS = ("step", "loss", "grad_norm", "lr")
@@ -64,7 +64,7 @@ def cache_content(folder: Path) -> Content:
     if manifest["samples"] != sum("key" in facts for facts, _ in content.values()):
         raise BadError(f"{folder / 'manifest.json'} counts {manifest['samples']} samples")
     for name, facts in manifest["shards"].items():
-        if facts["sha256"] != sha256(folder / name):
+        if facts["sha256"] != file_sha256(folder / name):
             raise BadError(f"{folder / name} is not what manifest.json says")
     return content
 

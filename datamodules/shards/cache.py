@@ -13,13 +13,14 @@ import os
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from datamodules.files import DAMAGED, reading, remove_temporary, replacing, sha256
+from datamodules.files import DAMAGED, file_sha256, reading, remove_temporary, replacing
 from datamodules.hashes import FileHashes, Hashed
+from datamodules.locks import in_use, one_at_a_time
 from datamodules.shards.stores import working_folder
 from datamodules.shards.tar import OpenShard, Part, Row, parse_part, part_path, salvage, write_part
 from datamodules.shards.transfer import Bucket
@@ -104,6 +105,7 @@ class Cache:
     def __init__(self, folder: Path, parts: Mapping[str, Any]) -> None:
         self.folder = folder
         self.parts = dict(parts)
+        self._locks = ExitStack()
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -164,6 +166,25 @@ class Cache:
             return False
         return True
 
+    def begin(self, is_first: bool) -> None:
+        """Prepare a build; for a cache in a bucket, one process of each machine does.
+
+        Args:
+            is_first: whether this is the first process of all, which keeps other commands waiting.
+        """
+        if is_first:
+            self._locks.enter_context(in_use(self.folder, wait=True))
+        with one_at_a_time(self.folder):  # a process of a killed build may still write
+            self.recover()
+
+    def join(self) -> None:
+        """Take part in a build, after `begin` and before reading the cache."""
+        self._locks.enter_context(one_at_a_time(self.folder, shared=True))
+
+    def end(self) -> None:
+        """Release the cache after a build."""
+        self._locks.close()
+
     def recover(self) -> None:
         """Make the index agree with the tars, after a kill or damage; only one process may do this.
 
@@ -187,7 +208,7 @@ class Cache:
         if tar.exists() and (status := tar.stat()).st_size == facts["bytes"]:
             if status.st_mtime_ns == facts["mtime_ns"]:
                 return True
-            if sha256(tar) == facts["sha256"]:
+            if file_sha256(tar) == facts["sha256"]:
                 write_part(tar, part.rows, facts["sha256"])
                 return True
         log.warning(f"the shard {tar} is damaged or missing: its lost samples are encoded again")

@@ -15,7 +15,7 @@ import safetensors.torch
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.files import replacing, sha256
+from datamodules.files import file_sha256, replacing
 from datamodules.images.resizing import Size
 
 # A row of the index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
@@ -113,7 +113,7 @@ class OpenShard:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        write_part(self.path, self.rows, sha256(self.path))
+        write_part(self.path, self.rows, file_sha256(self.path))
 
 
 def part_path(tar: Path) -> Path:
@@ -176,4 +176,4 @@ def salvage(tar: Path) -> None:
         file.truncate(end)
         file.seek(end)
         file.write(bytes(2 * tarfile.BLOCKSIZE))
-    write_part(tar, rows, sha256(tar))
+    write_part(tar, rows, file_sha256(tar))

@@ -13,7 +13,7 @@ from datamodules.errors import UserError
 from report import origin
 from report.images import read_strip
 from report.origin import hub_id, licence
-from tasks import fit
+from tasks import check_values, fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short
 from tests.support.pictures import make_pairs
@@ -132,8 +132,8 @@ def test_captions_stay_texts_and_nothing_of_the_machine_is_named(run, tiny, tmp_
 
 @pytest.mark.parametrize("adapter", first(1, ["lora", "tlora"]))
 def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_path, monkeypatch, adapter):
-    for name in ("check_upload", "upload"):
-        monkeypatch.setattr(fit, name, lambda *_: None)
+    for module, name in ((check_values, "check_upload"), (fit, "upload")):
+        monkeypatch.setattr(module, name, lambda *_: None)
     more = ["hub.push=ann/snow", "data.val_count=1", f"adapter={adapter}"]
     run("train", *short(tiny, pairs, tmp_path / "run", 1, shown=True), *SHOWN, *more)
     last, best = (read(tmp_path / "run/lora" / name) for name in ("last", "best"))

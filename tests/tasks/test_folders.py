@@ -8,14 +8,15 @@ import sys
 import pytest
 
 from datamodules.errors import UserError
-from tasks.folders import BEGINS, LOCK, in_use, new_folder
+from datamodules.locks import LOCK, in_use
+from tasks.folders import BEGINS, new_folder
 from tests.support.commands import ROOT, wait_until
 
 PICTURES = ["prompt=[a,b]", "width=32", "height=32", "num_inference_steps=1"]
 HOLD = """
 import sys, time
 from pathlib import Path
-from tasks.folders import in_use
+from datamodules.locks import in_use
 with in_use(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.files import sha256
+from datamodules.files import file_sha256
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.shards import cache as cache_module
 from datamodules.shards.cache import Cache, Folder
@@ -125,8 +125,8 @@ def test_only_the_samples_of_a_damaged_shard_are_lost(cache, damage, capfd):
 def test_copied_cache_is_read_once_to_be_checked_and_then_trusted(cache, tmp_path, monkeypatch):
     shutil.copytree(cache.folder, tmp_path / "copy", copy_function=shutil.copyfile)
     copy, read = Cache(tmp_path / "copy", PARTS), []
-    checksum = cache_module.sha256
-    monkeypatch.setattr(cache_module, "sha256", lambda path: read.append(path) or checksum(path))
+    checksum = cache_module.file_sha256
+    monkeypatch.setattr(cache_module, "file_sha256", lambda path: read.append(path) or checksum(path))
     for _ in range(2):
         copy.recover()
         assert len(read) == len(copy.manifest()["shards"])
@@ -166,7 +166,7 @@ def test_checksums_are_known_until_the_file_changes(tmp_path):
         file.write_text(f"{number}" * (number + 1))
         assert cache.file_hashes().get(file) is None
         cache.add_file_hashes(process, [hash_file(file)])
-        assert cache.file_hashes().get(file) == sha256(file)
+        assert cache.file_hashes().get(file) == file_sha256(file)
     odd.write_bytes(b"three")
     cache.add_file_hashes(0, [hash_file(odd)])
     assert cache.file_hashes().get(odd) == hash_file(odd)[4]
