@@ -1,7 +1,5 @@
 """Bases in all formats, in two processes: whole in each (DDP), and split over them (FSDP2)."""
 
-import json
-
 import pytest
 import torch
 
@@ -68,21 +66,6 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
     assert [row["step"] for row in losses[0]] == [row["step"] for row in losses[1]] == [0, 3]
     assert losses[0][1]["val_loss"] == pytest.approx(losses[1][1]["val_loss"], rel=1e-2)
     assert lora_bytes(tmp_path / "parts/fp8") == lora_bytes(tmp_path / "split/fp8")
-
-
-@pytest.mark.slow
-def test_processes_stop_at_the_same_step_and_wait_for_no_device_on_the_way(in_two_processes, tiny, pairs, tmp_path):
-    """The second is told in step 3. Nor does it give up while the first is busy for longer than a step may take."""
-    watch = f"+callbacks.watch={{_target_: tests.support.watch.WatchAndStop, folder: {tmp_path}, stop_at: 3}}"
-    stopped = short(tiny, pairs, tmp_path / "stopped", 8)
-    _, text = in_two_processes([[*stopped, *SETTINGS, *DDP, "save_every=0", "trainer.log_every_n_steps=8", watch]])
-    ranks = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    assert all(rank.is_file() for rank in ranks), text
-    left = [json.loads(rank.read_text()) for rank in ranks]
-    assert [rank["last"] for rank in left] == [3, 3]
-    assert [rank["found"]["3"] for rank in left] == [[], []]
-    assert torch.load(tmp_path / "stopped/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
-    assert "stopped by SIGTERM after step 3" in text
 
 
 @pytest.mark.parametrize(

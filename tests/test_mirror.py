@@ -266,7 +266,7 @@ def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pai
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(places), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    stop_at = "+callbacks.stop={_target_: tests.support.probes.StopAt, step: 2, number: " + f"{int(signal.SIGUSR1)}}}"
+    stop_at = "+callbacks.stop={_target_: tests.support.probes.StopAt, step: 2, signals: [SIGUSR1]}"
     outcome = run("train", *short(tiny, pairs, URL, 8), "resume=auto", stop_at, ok=False)
     assert outcome.status == 128 + signal.SIGUSR1, outcome.text
     assert "job 7 is queued again" in outcome.text

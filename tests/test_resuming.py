@@ -97,7 +97,8 @@ def test_run_that_saved_nothing_is_started_anew(run, tiny, pairs, tmp_path, monk
     monkeypatch.setattr("runs.signals.DEBOUNCE", 0.0)
     folder = tmp_path / "run"
     arguments = [*short(tiny, pairs, folder, 400), "save_every=0", "trainer.log_every_n_steps=1"]
-    outcome = run("train", *arguments, "+callbacks.stop={_target_: tests.support.probes.StopTwice, step: 2}", ok=False)
+    stop = "+callbacks.stop={_target_: tests.support.probes.StopAt, step: 2, signals: [SIGINT, SIGTERM]}"
+    outcome = run("train", *arguments, stop, ok=False)
     assert outcome.status == 128 + signal.SIGINT
     assert "stopped by SIGINT; nothing to save" in outcome.text
     error = run("train", *arguments, "ckpt_path=last", ok=False).error
@@ -371,7 +372,7 @@ def test_slurm_queues_a_job_again_that_it_tells_to_end(run, tiny, pairs, tmp_pat
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    stop = f"+callbacks.stop={{_target_: tests.support.probes.StopAt, step: 1, number: {signal.SIGUSR1:d}}}"
+    stop = "+callbacks.stop={_target_: tests.support.probes.StopAt, step: 1, signals: [SIGUSR1]}"
     outcome = run("train", *short(tiny, pairs, tmp_path / "run", 9), "save_every=0", stop, *resume, ok=False)
     assert outcome.status == 128 + signal.SIGUSR1
     assert words in outcome.text

@@ -42,7 +42,7 @@ def test_jobs_of_a_sweep_are_those_of_slurm_and_resume_when_they_are_queued_agai
     for number, rate in enumerate(("1e-4", "1e-3")):
         run("train", *short(tiny, pairs, tmp_path / "alone" / str(number), 8), *settings, f"optimizer.lr={rate}")
     sweep = tmp_path / "sweep"
-    held = "+callbacks.hold={_target_: tests.support.hold.HoldOnce, step: 6, marker: " + str(tmp_path / "held") + "}"
+    held = "+callbacks.hold={_target_: tests.support.hold.Hold, step: 6, marker: " + str(tmp_path / "held") + "}"
     command = [*short(tiny, pairs, sweep, 8), *settings, "resume=auto", "hydra/launcher=slurm", held]
     process = start("train", "-m", *command, "optimizer.lr=1e-4,1e-3")
     wait_until((tmp_path / "held").exists, process)

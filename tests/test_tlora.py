@@ -12,8 +12,8 @@ from datamodules.pairs import collate_pixels
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.objectives import losses
-from tests.support.pictures import level
-from tests.support.same_adapters import randomize
+from tests.support.pictures import pixels
+from tests.support.tiny_adapters import learn
 from tests.support.tiny_pipelines import every_model
 
 
@@ -26,7 +26,7 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
     cfg = compose("train", *arguments(model, tmp_path / "run", 1, *settings))
     module, data = instantiate(cfg.model), instantiate(cfg.data)
     module.configure_model()
-    randomize(module.transformer)
+    learn(module)
     data.configure_for(module)
     data.scan()
     samples = data.pixels(4)
@@ -74,8 +74,8 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
     request = [f"image={image}", "prompt=mirror picture 0", "num_inference_steps=3", f"output_dir={tmp_path / 'out'}"]
     run("predict", f"lora={tmp_path / 'run'}", *request)
     [picture] = (tmp_path / "out").glob("*.png")
-    strip = level(tmp_path / "run" / "samples" / "step-000003" / "00.png")
-    assert np.array_equal(strip[:, 32:64], level(picture))
+    strip = pixels(tmp_path / "run" / "samples" / "step-000003" / "00.png")
+    assert np.array_equal(strip[:, 32:64], pixels(picture))
 
 
 def test_ranks_are_logged_and_drawn(run, tiny, pairs, tmp_path):

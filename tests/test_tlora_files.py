@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from tests.support.combinations import first
 from tests.support.commands import ROOT, compose
-from tests.support.pictures import level
+from tests.support.pictures import pixels
 from tests.support.stock_pictures import same_request, stock_picture
 from tests.support.tiny_pipelines import MODELS, every_model
 
@@ -34,7 +34,7 @@ def test_stock_pipeline_with_the_schedule_makes_the_picture_of_predict(
         stock_picture(repositories[model], lora, monkeypatch, prepare=prepare, prompt="make it snow", **call)
         for prepare in (attach_rank_schedule, None)
     )
-    own = level(picture)
+    own = pixels(picture)
     assert np.abs(own - (expected * 255).round().astype(int)).max() <= 1
     assert np.abs(own - full_rank * 255).max() > 4
 
@@ -66,4 +66,4 @@ def test_the_lines_of_the_docs_attach_the_schedule(run, arguments, repositories,
         "x", width=32, height=32, num_inference_steps=3, max_sequence_length=64, generator=generator, output_type="np"
     ).images[0]
     [picture] = Path("out").glob("*.png")
-    assert np.abs(level(picture) - (expected * 255).round().astype(int)).max() <= 1
+    assert np.abs(pixels(picture) - (expected * 255).round().astype(int)).max() <= 1

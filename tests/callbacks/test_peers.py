@@ -98,7 +98,7 @@ def test_a_process_that_cannot_end_after_another_one_has_is_ended(start, failing
 
 def test_a_run_ends_with_its_stacks_when_one_of_its_processes_hangs(start, tiny, pairs, tmp_path):
     """A stopped process: the other one waits for it, and notices."""
-    hold = "+callbacks.hold={_target_: tests.support.hold.HoldOnce, step: 2, marker: " + str(tmp_path / "held") + "}"
+    hold = "+callbacks.hold={_target_: tests.support.hold.Hold, step: 2, marker: " + str(tmp_path / "held") + "}"
     arguments = [*short(tiny, pairs, tmp_path / "run", 100), *DDP, "save_every=1", "watchdog_minutes=0.05", hold]
     first, second = start_two(start, [arguments])
     wait_until((tmp_path / "held").exists, first)

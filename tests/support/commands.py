@@ -176,13 +176,6 @@ def metrics(run):
         return list(csv.DictReader(file))
 
 
-def assert_same_weights(first, second, **tolerance):
-    first, second = weights(first), weights(second)
-    assert first.keys() == second.keys()
-    for key in first:
-        torch.testing.assert_close(first[key], second[key], **tolerance)
-
-
 def rows(folder, name="validation.csv"):
     with (folder / name).open(newline="") as file:
         return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]

@@ -17,14 +17,24 @@ def until_told() -> None:
 
 
 class Hold(L.Callback):
-    """Waits after an optimizer step."""
+    """Waits after an optimizer step.
 
-    def __init__(self, step: int) -> None:
+    Args:
+        marker: a file with the id of the waiting process, if only the first that reaches the step shall wait.
+    """
+
+    def __init__(self, step: int, marker: str | None = None) -> None:
         self.step = step
+        self.marker = None if marker is None else Path(marker)
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        if trainer.global_step == self.step:
-            until_told()
+        if trainer.global_step != self.step:
+            return
+        if self.marker is not None:
+            if not trainer.is_global_zero or self.marker.exists():
+                return
+            self.marker.write_text(str(os.getpid()))
+        until_told()
 
 
 def hold_build(samples: int, marker: Path, shard_size: int = 2**29) -> None:
@@ -45,20 +55,3 @@ def hold_build(samples: int, marker: Path, shard_size: int = 2**29) -> None:
                 time.sleep(0.01)
 
     ShardWriter.write_on_batch_end = write_and_hold
-
-
-class HoldOnce(L.Callback):
-    """Waits after an optimizer step, in the first of several processes that come there.
-
-    Args:
-        marker: a file that says which process does, or did.
-    """
-
-    def __init__(self, step: int, marker: str) -> None:
-        self.step = step
-        self.marker = Path(marker)
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        if trainer.global_step == self.step and trainer.is_global_zero and not self.marker.exists():
-            self.marker.write_text(str(os.getpid()))
-            until_told()

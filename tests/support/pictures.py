@@ -35,8 +35,3 @@ def pixels(path):
 
 def records(folder):
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
-
-
-def level(picture):
-    """Return the pixels of a PNG."""
-    return np.asarray(Image.open(picture)).astype(int)

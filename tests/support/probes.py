@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -121,28 +122,17 @@ class StopWhileSampling(L.Callback):
         pl_module.sampler.sample = told
 
 
-class StopTwice(L.Callback):
-    """SIGINT in the middle of a run and SIGTERM as soon as it is handled: the run ends at once, and saves nothing."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.raise_signal(number)
-
-
 class StopAt(L.Callback):
-    """A signal in the middle of a step."""
+    """Raises signals, given by name, in the middle of a step."""
 
-    def __init__(self, step: int, number: int) -> None:
+    def __init__(self, step: int, signals: Sequence[str]) -> None:
         self.step = step
-        self.number = number
+        self.signals = signals
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step:
-            signal.raise_signal(self.number)
+            for name in self.signals:
+                signal.raise_signal(signal.Signals[name])
 
 
 class CountShares(L.Callback):

@@ -16,8 +16,9 @@ from datamodules.images.decoding import size_of_area, to_tensor
 from lightning_modules import flow
 from tests.support.commands import compose
 from tests.support.pictures import photograph
-from tests.support.same_adapters import adapt_like, randomize, stock_shift
+from tests.support.same_adapters import adapt_like, stock_shift
 from tests.support.stock_pictures import shrink_condition_images
+from tests.support.tiny_adapters import learn
 
 # Pixels of condition images for the autoencoder and for the text encoder.
 VAE, CONDITION = 128 * 64, 64 * 64
@@ -56,7 +57,7 @@ class Reference:
         given = [path, "model.dtype=float32", "adapter.rank=4", "adapter.alpha=6", *self.settings, *overrides]
         module = instantiate(compose("train", f"model={self.name}", *given).model, _convert_="all")
         module.configure_model()
-        randomize(module.transformer)
+        learn(module)
         return module
 
     def stock(self, repository, monkeypatch, **how):

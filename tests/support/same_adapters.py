@@ -19,14 +19,6 @@ def adapter_state(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def randomize(transformer: torch.nn.Module) -> None:
-    """Make the second half of a fresh adapter, which is zero, as random as the first."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in transformer.named_parameters():
-        if ".lora_B." in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-
-
 def adapt_like(transformer: torch.nn.Module, own: torch.nn.Module) -> None:
     """Give a stock transformer, by peft alone, the adapter of ours (rank 4, alpha 6)."""
     weights = adapter_state(own)

@@ -1,12 +1,10 @@
 """Comparisons of the results of two runs."""
 
-import csv
-
 import pytest
 import safetensors.torch
 import torch
 
-from tests.support.commands import lora_bytes
+from tests.support.commands import metrics, weights
 
 # Adam divides by a gradient's size: with an eps of 1e-8, where that is nearly nothing, rounding decides. With one of a
 # usual size what is learned shows gradients of a wrong scale as well, which Adam hides otherwise.
@@ -15,15 +13,12 @@ SMOOTH_ADAM = "optimizer.eps=1e-4"
 
 def column(run_folder, name):
     """Return a column of metrics.csv."""
-    return [row[name] for row in csv.DictReader((run_folder / "metrics.csv").open())]
+    return [row[name] for row in metrics(run_folder)]
 
 
-def assert_close(one, other):
+def assert_close(one, other, rtol=1e-4, atol=1e-6):
     """Assert that the LoRA files of two runs are close."""
-    ours, theirs = (safetensors.torch.load(lora_bytes(folder)) for folder in (one, other))
-    assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        torch.testing.assert_close(weight, theirs[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights(one), weights(other), rtol=rtol, atol=atol)
 
 
 def assert_close_models(one, other):

@@ -1,16 +1,13 @@
-"""LongCat: sizes, pixels and prompts, as its pipeline has them."""
+"""LongCat: sizes and prompts, as its pipeline has them."""
 
-import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
-from diffusers.pipelines.longcat_image.pipeline_longcat_image_edit import prepare_pos_ids
 from hydra.utils import instantiate
 
 from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.pairs import collate_pixels
-from lightning_modules.families.longcat_image.denoise import CONTROL, TARGET, longcat_image_ids, longcat_text_ids
 from lightning_modules.families.longcat_image.module import HalvedForText
 from tests.support.commands import compose
 from tests.support.pictures import photograph
@@ -42,19 +39,6 @@ def test_every_size_is_the_pipelines(area):
     for width, height in [(1024, 1024), (16, 16), (5, 7), (333, 1999), *sizes]:
         expected = pipeline_longcat_image_edit.calculate_dimensions(area, width * 1.0 / height)
         assert images.size(width, height) == expected
-
-
-@pytest.mark.parametrize("size", [(96, 48), (50, 71), (33, 100)])
-def test_pixels_are_the_pipelines(module, stock, tmp_path, size):
-    """Pixels of both encoders are compared; those of the text encoder do not depend on how the file was read."""
-    image = photograph("chelsea", *size)
-    raw = raw_sample(module, image, tmp_path)
-    pixels, small = REFERENCE.seen(stock, image)
-    torch.testing.assert_close(raw.controls[0], pixels, rtol=0, atol=1e-6)
-    [[seen]] = raw.prompt_images
-    assert np.array_equal(seen.permute(1, 2, 0), np.asarray(small))
-    [alone] = module.condition_images.for_text([tmp_path / "0-0.png"])
-    assert torch.equal(alone, seen)
 
 
 def test_text_encoder_sees_the_same_part_of_a_picture_as_the_autoencoder(module, tmp_path):
@@ -104,14 +88,6 @@ def test_images_of_several_sizes_are_no_batch(module, tmp_path):
     samples[1].controls = samples[0].controls  # which could not even be collated
     with pytest.raises(UserError, match=r"a batch has prompt_embeds of \[5\d\d, 5\d\d\] tokens.* data.batch_size=1"):
         module.encoder(collate_pixels(samples))
-
-
-def test_position_ids_are_the_pipelines(module):
-    latents = torch.zeros(1, 16, 6, 4)
-    assert torch.equal(longcat_text_ids(11, latents.device), prepare_pos_ids(0, "text", (0, 0), 11))
-    for modality in (TARGET, CONTROL):
-        expected = prepare_pos_ids(modality, "image", (11, 11), height=3, width=2)
-        assert torch.equal(longcat_image_ids(latents, modality, 11), expected)
 
 
 def test_image_keeps_no_size_of_its_own():

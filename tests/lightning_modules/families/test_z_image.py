@@ -1,9 +1,7 @@
-"""Z-Image: rows without samples, ranks of the stock pipeline, and the ways to compute its blocks."""
+"""Z-Image: rows without samples, and the ways to compute its blocks."""
 
-import math
 from copy import deepcopy
 from fnmatch import fnmatchcase
-from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -11,14 +9,12 @@ import torch
 
 from datamodules.pairs import collate_pixels
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.rank_mask import attach_rank_schedule, sampling_step
 from lightning_modules.execution.blocks import blocks, compile_blocks
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.execution.offload import BlockStream
 from lightning_modules.family import Sampling
-from lightning_modules.lora_files.writing import write
 from tests.support.objectives import losses
-from tests.support.references import PROMPTS, REFERENCES
+from tests.support.references import REFERENCES
 from tests.support.references import raw_sample as read_sample
 from tests.support.steps import assert_same
 
@@ -34,11 +30,6 @@ def repository(repositories):
 @pytest.fixture
 def module(repository):
     return build(repository)
-
-
-@pytest.fixture
-def stock(repository, monkeypatch):
-    return REFERENCE.stock(repository, monkeypatch)
 
 
 def raw_sample(module, index):
@@ -62,33 +53,6 @@ def test_what_sees_a_batch_as_one_row_is_found(module):
     flattened = {name for name, count in rows.items() if count != 2}
     assert flattened == {name for name in rows if any(fnmatchcase(name, one) for one in module.layers.flattened)}
     assert flattened == {"all_x_embedder.2-1", "cap_embedder.1"}
-
-
-@pytest.mark.parametrize("kind", ["timestep", "normalised", "step_index", "constant"])
-def test_each_forward_of_the_stock_pipeline_has_the_rank_of_its_step(repository, stock, tmp_path, kind):
-    """The formulas are applied to the scheduler's timesteps, also rounded to bf16; no mask remains afterwards."""
-    ranks_of = ["adapter.rank=16", "adapter.min_rank=3", f"adapter.rank_schedule={kind}"]
-    module = build(repository, "adapter=tlora", *ranks_of)
-    header = {"adapter": module.adapter.metadata()}
-    write(tmp_path / "pytorch_lora_weights.safetensors", module.adapter.deltas(module.transformer), header)
-    stock.load_lora_weights(tmp_path, adapter_name="a")
-    stock.to(torch.bfloat16)
-    attach_rank_schedule(stock, tmp_path)
-    ranks, layer = [], stock.transformer.layers[0].attention.to_q
-    layer.lora_B["a"].register_forward_pre_hook(lambda _, args: ranks.append(int((args[0] != 0).any(1).any(0).sum())))
-    for steps in (7, 4):
-        ranks.clear()
-        assert sampling_step(stock) is None
-        stock(PROMPTS[0], width=32, height=32, num_inference_steps=steps, guidance_scale=2.0, output_type="latent")
-        t = [Fraction(float(timestep)) for timestep in stock.scheduler.timesteps]
-        progress = {
-            "timestep": [(1000 - now) / 1000 for now in t],
-            "normalised": [(1000 - now) / (1000 - t[-1]) for now in t],
-            "step_index": [Fraction(i, steps - 1) for i in range(steps)],
-            "constant": [Fraction(1)] * steps,
-        }[kind]
-        assert ranks == [math.floor(p * 13) + 3 for p in progress]
-        assert (len(set(ranks)) > 2) == (kind != "constant")
 
 
 def loss_and_gradients(repository, policy, offloaded=False):
