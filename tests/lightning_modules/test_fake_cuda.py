@@ -1,14 +1,11 @@
 """A training step on a GPU that is none: every family, adapter, quantization and offloading."""
 
-from functools import cache
-
 import pytest
 import torch
 from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import checks, repository, transformer
 from tests.support.commands import compose
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
@@ -16,49 +13,28 @@ from tests.support.other_adapters import OTHERS
 from tests.support.steps import inputs
 from tests.support.tiny_pipelines import MODELS
 
-ADAPTERS = {
-    "lora": ["adapter=lora"],
-    "tlora": ["adapter=tlora"],
-    "full": ["adapter=full"],
-}
-FP8, FP4 = "model/quantization=fp8", "model/quantization=fp4"
-QUANTIZATIONS = {
-    "bf16": [],
-    "fp8": [FP8],
-    "nf4": [FP4, "model.quantization.format=nf4"],
-}
-# What must have been seen to compute, within operators of ours.
-KERNELS = {"fp8": "aten::_scaled_mm", "nf4": "bitsandbytes::dequantize_4bit"}
-# The offloading of a step, and its checkpointing policy.
-PLAIN = {"none": "none"}
-ACTIVATIONS = {"activations": "selective"}
-STREAMED = {"blocks_and_activations": "full"}
+FP8, NF4 = ["model/quantization=fp8"], ["model/quantization=fp4", "model.quantization.format=nf4"]
+STREAMED = ["model.offload.blocks=2", "model.gradient_checkpointing=full", "model.offload.activations=true"]
+PLAIN = ["model.gradient_checkpointing=none"]
+OFFLOADED = ["model.gradient_checkpointing=selective", "model.offload.activations=true"]
 
 # The family that stands for the others where these do nothing of their own.
 WHOLE = "qwen_image_edit_plus"
-FAMILIES = [name for name, model in MODELS.items() if not model.variant and name != WHOLE]
-CASES = [
-    *((name, "bf16", "lora", ACTIVATIONS) for name in FAMILIES),
-    (WHOLE, "bf16", "tlora", ACTIVATIONS),
-    (WHOLE, "bf16", "full", PLAIN),
-    (WHOLE, "fp8", "lora", STREAMED),
-    (WHOLE, "nf4", "lora", PLAIN),
-    ("flux_kontext", "fp8", "lokr", STREAMED),
-]
+# The model, its settings, and an operator that must have been seen within those of ours.
+CASES = {
+    **{name: (name, OFFLOADED, "aten::mm") for name, model in MODELS.items() if not model.variant and name != WHOLE},
+    "tlora": (WHOLE, [*OFFLOADED, "adapter=tlora"], "aten::mm"),
+    "full": (WHOLE, [*PLAIN, "adapter=full"], "aten::mm"),
+    "fp8": (WHOLE, [*STREAMED, *FP8], "aten::_scaled_mm"),
+    "nf4": (WHOLE, [*PLAIN, *NF4], "bitsandbytes::dequantize_4bit"),
+    "lokr": ("flux_kontext", [*STREAMED, *FP8, *OTHERS["lokr"]], "aten::_scaled_mm"),
+}
 
 
-@cache
-def settings(*overrides):
-    return compose("train", *overrides).model
-
-
-def build(repositories, cuda, model, quantization, adapter, streamed):
+def build(repositories, cuda, model, *settings):
     """Build a module as Lightning does."""
     path = f"model.pretrained_model_name_or_path={repositories[model]}"
-    chosen = settings(f"model={model}", path, *MODELS[model].settings).copy()
-    chosen.adapter = settings(*(ADAPTERS | OTHERS)[adapter]).adapter
-    chosen.quantization = settings(*QUANTIZATIONS[quantization]).quantization
-    chosen.offload = {"encoders": False, "blocks": 2 if streamed else 0, "activations": True}
+    chosen = compose("train", f"model={model}", path, *MODELS[model].settings, *settings).model
     module = instantiate(chosen, _convert_="all")
     module._device = DEVICE
     module.check()
@@ -95,30 +71,23 @@ def cuda(monkeypatch):
         yield cuda
 
 
-@pytest.mark.parametrize(
-    ("model", "quantization", "adapter", "chosen"),
-    CASES,
-    ids=lambda x: "_".join(x) if isinstance(x, dict) else x,
-)
-def test_step_is_on_the_device_alone(repositories, cuda, model, quantization, adapter, chosen):
+@pytest.mark.parametrize("case", CASES)
+def test_step_is_on_the_device_alone(repositories, cuda, case):
     """Configured under a foreign default; loss and backward pass make nothing elsewhere, and read nothing back."""
-    module = build(repositories, cuda, model, quantization, adapter, "full" in chosen.values())
+    model, settings, operator = CASES[case]
+    module = build(repositories, cuda, model, *settings)
     weights = {name: tensor.device for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     assert set(weights.values()) == {DEVICE}
-    latents, activations = batch(module), module.execution._activations
-    activations.least = 0
-    for offload, policy in chosen.items():
-        set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
-        module.execution._activations = activations if "activations" in offload else None
-        module.zero_grad()
-        step(cuda, module, latents)
-        assert not cuda.found, offload
-        assert cuda.attended == {(torch.bfloat16,) * 3: cuda.attended.total()}
-        assert cuda.attended.total() >= 2
-        assert ("offload.py" in {file for file, _ in cuda.allowed}) == ("activations" in offload)
-        assert KERNELS.get(quantization, "aten::mm") in cuda.called
-        gradients = [weight.grad for weight in trainable(module.transformer).values() if weight.grad is not None]
-        assert {(one.dtype, one.device) for one in gradients} == {(torch.float32, DEVICE)}
+    offloads = "model.offload.activations=true" in settings
+    if offloads:
+        module.execution._activations.least = 0
+    step(cuda, module, batch(module))
+    assert not cuda.found
+    assert cuda.attended >= 2
+    assert ("offload.py" in {file for file, _ in cuda.allowed}) == offloads
+    assert operator in cuda.called
+    gradients = [weight.grad for weight in trainable(module.transformer).values() if weight.grad is not None]
+    assert {(one.dtype, one.device) for one in gradients} == {(torch.float32, DEVICE)}
 
 
 FAULTS = {
@@ -129,7 +98,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_step_that_is_not_on_the_device_alone_is_seen(repositories, cuda, monkeypatch, fault):
-    module = build(repositories, cuda, "flux_kontext", "bf16", "lora", False)
+    module = build(repositories, cuda, "flux_kontext", *PLAIN)
     monkeypatch.setattr(module, "normalize", FAULTS[fault])
     step(cuda, module, batch(module))
     assert any(fault in what and place == "<lambda>" for what, _, place in cuda.found)

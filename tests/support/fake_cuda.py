@@ -34,27 +34,22 @@ ON_HOST = {
     ("flow.py", "draw"): "drawn by generators of the host, the same on any device",
     ("flow.py", "shift_time"): "of what was drawn there",
     ("flow.py", "noised_by"): "which captions are dropped is known on the host",
-    (
-        "flow.py",
-        "drop_captions",
-    ): "which captions are dropped is known on the host, and masks of prompts are there",
+    ("flow.py", "drop_captions"): "which captions are dropped is known on the host, and masks of prompts are there",
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
     ("denoise.py", "qwen_velocity"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
     ("offload.py", "_pack"): "activations that wait there",
-    ("transformer_qwenimage.py", "forward"): "diffusers makes a list of 2511's tokens, and waits for its copy",
 }
-# Constants, which are made in the first step and kept.
-ONCE = {
+# What makes tensors on the host and waits for their copies: constants of the first step, but for the last.
+WAITS = {
     ("rank_schedule.py", "_thresholds"),
     ("module.py", "_channels"),
     ("weights.py", "map"),  # of the autoencoder's statistics
     ("module.py", "_mean_and_std"),
     ("transformer_z_image.py", "precompute_freqs_cis"),
     ("transformer_z_image.py", "__call__"),  # of its positions
+    ("transformer_qwenimage.py", "forward"),  # diffusers makes a list of 2511's tokens
 }
-# Of `ON_HOST`, what waits for the device, too.
-WAITS = {("transformer_qwenimage.py", "forward")}
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
@@ -81,16 +76,16 @@ class FakeCuda(TorchDispatchMode):
 
     Attributes:
         found: what should not be: how often, by what it is and where.
-        attended: how many kernels of attention were called.
+        attended: how many kernels of attention were called, all in bf16 unless found.
         called: the names of all operators.
-        allowed: how often each of `ON_HOST` made a tensor there.
+        allowed: each of `ON_HOST` that made a tensor there.
     """
 
     def __init__(self):
         super().__init__()
-        self.found, self.attended, self.allowed, self.called = Counter(), Counter(), Counter(), set()
+        self.found, self.attended, self.allowed, self.called = Counter(), 0, set(), set()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._in_step, self._steps = False, 0
+        self._in_step = False
         self._pinned, self._opened = {}, set()
 
     @contextmanager
@@ -102,7 +97,7 @@ class FakeCuda(TorchDispatchMode):
     @contextmanager
     def step(self):
         """Temporarily set the state of a bf16 training step; autocast is the caller's."""
-        self._in_step, self._steps = True, self._steps + 1
+        self._in_step = True
         with self._fake, self:
             yield
         self._in_step = False
@@ -113,17 +108,13 @@ class FakeCuda(TorchDispatchMode):
         self._pinned[reference.cdata] = reference
         return tensor
 
-    def _may(self, place, places):
-        return place in places or (place in ONCE and self._steps == 1)
-
     def note(self, what):
         self.found[what, *_place()] += 1
 
     def attend(self, query, key, value, *args, attend=F.scaled_dot_product_attention, **kwargs):
         """PyTorch's attention, that looks at what it gets before autocast does."""
-        dtypes = query.dtype, key.dtype, value.dtype
-        self.attended[dtypes] += 1
-        if set(dtypes) != {torch.bfloat16}:
+        self.attended += 1
+        if (dtypes := {query.dtype, key.dtype, value.dtype}) != {torch.bfloat16}:
             self.note(f"attention of {dtypes}")
         return attend(query, key, value, *args, **kwargs)
 
@@ -166,13 +157,13 @@ class FakeCuda(TorchDispatchMode):
         apart = kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))
         if not tensor.is_cuda:
             place = _place()
-            self.allowed[place] += 1
+            self.allowed.add(place)
             reads = on_device and func is not aten.empty_like.default
             if reads and not (copies and apart):
                 self.note(f"{func} reads from the device")
-            elif not reads and not self._may(place, ON_HOST):
+            elif not reads and place not in ON_HOST and place not in WAITS:
                 self.note(f"{func} makes a tensor on the host")
-        elif copies and (host := [one for one in given if not one.is_cuda]) and not self._may(_place(), WAITS):
+        elif copies and (host := [one for one in given if not one.is_cuda]) and _place() not in WAITS:
             if not apart:
                 self.note("a copy from the host waits")
             if not all(one.untyped_storage()._cdata in self._pinned for one in host):

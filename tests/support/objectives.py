@@ -26,14 +26,16 @@ def latent_batch(draws, rejected=False, masked=False):
     masks = (torch.rand(count, 1, 32, 48, generator=generator) > 0.4).float()
     _, _, prompt = batch(count)
     rows = list(draws)
+    prompt = {name: tensor[rows] for name, tensor in prompt.items()}
     return LatentBatch(
         keys=[str(draw) for draw in rows],
         draws=rows,
         target_mean=targets[rows],
         target_std=stds[rows].abs() / 10,
         controls=[controls[rows]],
-        prompt={name: tensor[rows] for name, tensor in prompt.items()},
-        empty_prompt={},
+        prompt=prompt,
+        empty_prompt={name: torch.zeros_like(tensor[:1]) for name, tensor in prompt.items()},
+        preserve_prompt={name: tensor.flip(1) for name, tensor in prompt.items()},
         mask=masks[rows] if masked else None,
         rejected_mean=others[rows] if rejected else None,
         rejected_std=stds[rows].abs() / 20 if rejected else None,

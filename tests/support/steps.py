@@ -7,6 +7,7 @@ from tests.support.commands import compose
 from tests.support.tiny_adapters import build, gradients, learn, velocity
 
 BASES = {
+    "float32": [],
     "bf16": [],
     "fp8": ["model/quantization=fp8"],
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
@@ -17,7 +18,7 @@ BASES = {
 
 def made(tiny, adapter, base, *more):
     settings = [*BASES[base], "model.gradient_checkpointing=none", *more]
-    module = build(tiny, adapter, *settings, dtype="bfloat16")
+    module = build(tiny, adapter, *settings, dtype="float32" if base == "float32" else "bfloat16")
     learn(module)
     return module
 

@@ -87,9 +87,7 @@ def test_sides_are_divided_as_by_peft():
 
 
 # Each base once, and then with the other kinds.
-EACH_BASE = [
-    (base, KINDS[(number + shift) % 3]) for shift in range(3) for number, base in enumerate(["float32", *BASES])
-]
+EACH_BASE = [(base, KINDS[(number + shift) % 3]) for shift in range(3) for number, base in enumerate(BASES)]
 
 
 @pytest.mark.parametrize(("base", "adapter"), first(7, EACH_BASE))

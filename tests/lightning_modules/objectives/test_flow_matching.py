@@ -166,6 +166,7 @@ def test_what_would_do_nothing_or_compare_what_dropout_makes_unlike_is_refused()
 
 
 def test_rejected_images_without_dpo_are_noted(caplog):
+    caplog.set_level("INFO", "retouch")
     objective().check_sizes([(((64, 64), (64, 64)), ("rejected",))])
     [note] = caplog.messages
     assert note.startswith("note: samples have rejected images, which objective=dpo learns from")

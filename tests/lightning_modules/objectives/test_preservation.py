@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from datamodules.batch import LatentBatch
 from lightning_modules.execution.blocks import trim_last_block
 from tests.support.combinations import first
-from tests.support.steps import BASES, assert_same, with_a_block_of_each_kind
-from tests.support.tiny_adapters import batch, build, export, gradients, learn
+from tests.support.objectives import gradients, latent_batch
+from tests.support.steps import assert_same, made, with_a_block_of_each_kind
+from tests.support.tiny_adapters import batch, build, export, learn
 
-WAYS = {"float32": [], "bf16": [], "fp8": BASES["fp8"], "nf4": BASES["nf4"]}
 PRESERVE = ["objective.preserve.outside=0.5", "objective.preserve.prompts=[sharper]", "objective.preserve.weight=3"]
 
 
@@ -21,13 +20,6 @@ def bare(module):
     transformer = module.base.load_transformer()
     trim_last_block(transformer, *module.last_block)
     return transformer
-
-
-def made(tiny, adapter, base, *more):
-    dtype = "float32" if base == "float32" else "bfloat16"
-    module = build(tiny, adapter, *WAYS[base], "model.gradient_checkpointing=none", *more, dtype=dtype)
-    learn(module)
-    return module
 
 
 def autocast(module):
@@ -42,7 +34,7 @@ def asked():
 
 
 @pytest.mark.parametrize("adapter", first(2, ["lora", "tlora", "ortho_tlora"]))
-@pytest.mark.parametrize("base", WAYS)
+@pytest.mark.parametrize("base", ["float32", "bf16", "fp8", "nf4"])
 def test_base_is_bitwise_the_transformer_without_its_adapter(tiny, base, adapter):
     module = made(tiny, adapter, base)
     with autocast(module):
@@ -73,7 +65,7 @@ def test_after_a_picture_that_failed_forwards_without_gradient_have_their_own_ti
     """The ranks are not those of the interrupted sampling step; contrastive guidance needs this."""
     module, calls = made(tiny, "tlora", "float32"), []
     before = module.denoise(*asked()).detach()
-    latents = samples()
+    latents = latent_batch([3, 4])
     hook = module.transformer.proj_out.register_forward_hook(
         lambda *_: calls.append(1) or (None if len(calls) < 3 else 1 / 0)
     )
@@ -96,29 +88,6 @@ def test_training_adapter_stays_in_the_base(tiny, tmp_path, more):
     found, expected = module.denoise.base(*asked()), fresh.denoise(*asked())
     assert torch.equal(found, expected)
     assert not torch.equal(found, build(tiny, "lora").denoise(*asked()))
-
-
-def samples(masked=False):
-    """Build a batch with targets as large as the controls."""
-    x_t, controls, prompt = batch()
-    other = {name: tensor.flip(1) for name, tensor in prompt.items()}
-    mask = None
-    if masked:
-        mask = torch.zeros(2, 1, 32, 48)
-        mask[0, :, :16], mask[1, :, 8:] = 1, 1
-    empty = {name: torch.zeros_like(tensor[:1]) for name, tensor in prompt.items()}
-    more = {"mask": mask, "preserve_prompt": other}
-    return LatentBatch(["a", "b"], [3, 4], x_t.roll(1, 0), 0.1 * x_t.abs(), controls, prompt, empty, **more)
-
-
-def stepped(module, latents, step=0):
-    """Return losses and gradients of a training step."""
-    noised = module.flow.noised(latents, 1.0, module.normalize)
-    with autocast(module):
-        losses = module.objective.losses(latents, noised, module.denoise, step)
-    module.transformer.zero_grad()
-    losses.mean().backward()
-    return {"losses": losses.detach(), **gradients(module)}
 
 
 EXECUTIONS = {
@@ -150,8 +119,10 @@ def test_however_it_is_executed_a_step_is_bitwise_the_same(tiny, adapter, base, 
     more = [*PRESERVE, "objective.contrastive_guidance=3"]
     plain = made(tiny, adapter, base, *more)
     other = made(tiny, adapter, base, *more, *EXECUTIONS[execution])
-    for latents in (samples(), samples(masked=True)):
-        assert_same(stepped(other, latents), stepped(plain, latents))
+    for masked in (False, True):
+        latents = latent_batch([3, 4], masked=masked)
+        with autocast(plain):
+            assert_same(gradients(other, latents), gradients(plain, latents))
 
 
 @pytest.mark.slow
@@ -164,9 +135,8 @@ def test_compiled_blocks_have_their_graphs_after_one_step(tiny, monkeypatch):
     module = with_a_block_of_each_kind(made(tiny, "tlora", "float32", *more, "model.compile=true"))
     graphs = []
     for number in range(4):
-        latents = samples(masked=number % 2 == 0)
-        latents.draws = [2 * number, 2 * number + 1]
-        assert_same(stepped(module, latents), stepped(plain, latents))
+        latents = latent_batch([2 * number, 2 * number + 1], masked=number % 2 == 0)
+        assert_same(gradients(module, latents), gradients(plain, latents))
         graphs.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     # Of each kind of block one with gradients, and one without for the model and for its base.
