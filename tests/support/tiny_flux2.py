@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
@@ -20,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.support.tiny_parts import CHAT, QWEN3_TEMPLATE, build_scheduler, build_tokenizer, spread
+from tests.support.tiny_parts import CHAT, QWEN3_TEMPLATE, build_tokenizer, spread
 
 # As Mistral's.
 DEV_TEMPLATE = (
@@ -49,7 +50,7 @@ def flux2_parts(guidance_embeds: bool) -> dict[str, Any]:
     vae.bn.running_mean.copy_(torch.linspace(-2.0, 1.5, 16))
     vae.bn.running_var.copy_(torch.linspace(0.1, 3.0, 16))
     return {
-        "scheduler": build_scheduler(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         "vae": vae,
         "transformer": Flux2Transformer2DModel(
             in_channels=16,

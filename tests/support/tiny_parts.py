@@ -3,7 +3,6 @@
 import string
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen2Tokenizer
 
 # Qwen3's template for one turn; without thinking, it would answer at once.
@@ -14,6 +13,8 @@ QWEN3_TEMPLATE = (
 )
 CHARACTERS = string.ascii_letters + string.digits + ".,;:!?'\"()-+/&%#"
 CHAT = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# Sizes of the language models.
+LANGUAGE_MODEL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
 
@@ -29,11 +30,8 @@ def qwen_vl_settings(tokenizer: Qwen2Tokenizer) -> dict:
     end, start_image, end_image, image, video = tokenizer.convert_tokens_to_ids(["<|endoftext|>", *VISION])
     return {
         "text_config": {
+            **LANGUAGE_MODEL,
             "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "rope_parameters": {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
             "bos_token_id": end,
@@ -59,15 +57,3 @@ def spread(model: torch.nn.Module, std: float) -> torch.nn.Module:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std) if parameter.ndim > 1 else None
     return model
-
-
-def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """Return a scheduler of FLUX.1's kind."""
-    return FlowMatchEulerDiscreteScheduler(
-        shift=3.0,
-        use_dynamic_shifting=True,
-        base_image_seq_len=256,
-        max_image_seq_len=4096,
-        base_shift=0.5,
-        max_shift=1.15,
-    )

@@ -46,9 +46,9 @@ from tests.support.tiny_flux2 import build_flux2_dev, build_flux2_klein
 from tests.support.tiny_parts import (
     CHARACTERS,
     CHAT,
+    LANGUAGE_MODEL,
     QWEN3_TEMPLATE,
     VISION,
-    build_scheduler,
     build_tokenizer,
     qwen_vl_settings,
 )
@@ -84,15 +84,12 @@ def build_pipeline(folder: Path, seed: int, heads: int = 4) -> None:
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(seed)
         pipeline = FluxKontextPipeline(
-            scheduler=build_scheduler(),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
             vae=build_vae(),
             text_encoder=CLIPTextModel(
                 CLIPTextConfig(
+                    **LANGUAGE_MODEL,
                     vocab_size=len(clip_pieces),
-                    hidden_size=32,
-                    intermediate_size=64,
-                    num_hidden_layers=2,
-                    num_attention_heads=2,
                     projection_dim=32,
                     bos_token_id=0,
                     eos_token_id=1,
@@ -147,13 +144,7 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
     pipeline_class = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
     pipeline_class(
         scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_image_seq_len=256,
-            max_image_seq_len=8192,
-            base_shift=0.5,
-            max_shift=0.9,
-            shift_terminal=0.02,
-            time_shift_type="exponential",
+            use_dynamic_shifting=True, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02
         ),
         vae=AutoencoderKLQwenImage(
             base_dim=8,
@@ -203,11 +194,8 @@ def build_z_image(folder: Path) -> None:
             vae=build_vae(),
             text_encoder=Qwen3Model(
                 Qwen3Config(
+                    **LANGUAGE_MODEL | {"num_hidden_layers": 3},
                     vocab_size=len(tokenizer),
-                    hidden_size=32,
-                    intermediate_size=64,
-                    num_hidden_layers=3,
-                    num_attention_heads=2,
                     num_key_value_heads=1,
                     head_dim=16,
                 )
@@ -230,7 +218,7 @@ def build_longcat(folder: Path) -> None:
     """A LongCatImageEditPipeline."""
     text_encoder, tokenizer, processor = qwen_vl()
     LongCatImageEditPipeline(
-        scheduler=build_scheduler(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=build_vae(channels=16),
         text_encoder=text_encoder,
         tokenizer=tokenizer,

@@ -11,14 +11,21 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from tests.support.commands import compose
-from tests.support.steps import assert_same, family, inputs, made, step
+from tests.support.steps import BASES, assert_same, family, inputs, made, step
 from tests.support.tiny_adapters import build, velocity
 from tests.support.tiny_pipelines import every_model
 
 
-@pytest.mark.parametrize(("base", "adapter"), [("bf16", "lora"), ("nf4", "lora")])
-def test_every_position_of_the_dial_gives_the_same_bits(tiny, adapter, base):
-    module = made(tiny, adapter, base, "adapter.target_modules=all-linear")
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("flux_kontext", ["model.dtype=bfloat16"]),
+        ("flux_kontext", ["model.dtype=bfloat16", *BASES["nf4"]]),
+        ("z_image", ["adapter=tlora"]),
+    ],
+)
+def test_every_position_of_the_dial_gives_the_same_bits(repositories, model, settings):
+    module = family(repositories, model, "model.gradient_checkpointing=none", *settings)
     plain = step(module)
     for position in (*POLICIES, "every_3"):
         set_checkpointing(module.transformer, position, module.adapter.bind_rank_mask)

@@ -1,4 +1,4 @@
-"""Z-Image: rows without samples, and the ways to compute its blocks."""
+"""Z-Image: guidance, rows without samples, and compiled blocks."""
 
 from copy import deepcopy
 from fnmatch import fnmatchcase
@@ -8,28 +8,19 @@ import pytest
 import torch
 
 from datamodules.pairs import collate_pixels
-from lightning_modules.adapters.adapter import trainable
-from lightning_modules.execution.blocks import blocks, compile_blocks
+from lightning_modules.execution.blocks import compile_blocks
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.execution.offload import BlockStream
 from lightning_modules.family import Sampling
 from tests.support.objectives import losses
 from tests.support.references import REFERENCES
 from tests.support.references import raw_sample as read_sample
-from tests.support.steps import assert_same
 
 REFERENCE = REFERENCES["z_image"]
-build = REFERENCE.build
 
 
 @pytest.fixture
-def repository(repositories):
-    return repositories["z_image"]
-
-
-@pytest.fixture
-def module(repository):
-    return build(repository)
+def module(repositories):
+    return REFERENCE.build(repositories["z_image"])
 
 
 def raw_sample(module, index):
@@ -53,24 +44,6 @@ def test_what_sees_a_batch_as_one_row_is_found(module):
     flattened = {name for name, count in rows.items() if count != 2}
     assert flattened == {name for name in rows if any(fnmatchcase(name, one) for one in module.layers.flattened)}
     assert flattened == {"all_x_embedder.2-1", "cap_embedder.1"}
-
-
-def loss_and_gradients(repository, policy, offloaded=False):
-    """Return loss and gradients of a T-LoRA on every layer, with two prompt lengths and timesteps, hence both masks."""
-    module = build(repository, "adapter=tlora", "adapter.target_modules=all-linear")
-    if offloaded:
-        BlockStream(list(blocks(module.transformer).values())[::2], torch.device("cpu"))
-    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
-    loss = losses(module, module.encoder(collate_pixels([raw_sample(module, number) for number in range(2)])))
-    loss.mean().backward()
-    gradients = {name: one.grad for name, one in trainable(module.transformer).items()}
-    assert len(gradients) > 50
-    return {"loss": loss.detach(), **gradients}
-
-
-@pytest.mark.parametrize(("policy", "offloaded"), [("selective", False), ("every_2", False), ("full", True)])
-def test_however_blocks_are_computed_loss_and_gradients_are_the_same_bits(repository, policy, offloaded):
-    assert_same(loss_and_gradients(repository, policy, offloaded), loss_and_gradients(repository, "none"))
 
 
 @pytest.mark.slow
