@@ -61,7 +61,8 @@ class _Hub(_Handler):
             more = {"tags": [], "downloads": 0, "likes": 0, "siblings": [{"rfilename": name} for name in files]}
             return 200, {}, json.dumps({**facts, **more}).encode()
         if kind == "tree" and place.is_dir():
-            return 200, {}, json.dumps([self.entry(one) for one in sorted(place.iterdir())]).encode()
+            listed = place.rglob("*") if "recursive=true" in self.path.lower() else place.iterdir()
+            return 200, {}, json.dumps([self.entry(one) for one in sorted(listed)]).encode()
         if kind == "resolve" and place.is_file():
             return 200, {"ETag": f'"{_checksum(place)}"', "X-Repo-Commit": REVISION}, place.read_bytes()
         return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": REVISION}, b'{"error": "Entry not found"}'

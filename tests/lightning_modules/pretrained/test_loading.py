@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from lightning_modules.pretrained.repository import load_component, read_index, 
 from tests.support.commands import ROOT, run_code
 from tests.support.quantized import load
 from tests.support.servers import hub
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.mark.parametrize("name", ["text_encoder_2", "vae"])
@@ -56,40 +53,29 @@ def test_folder_without_an_index_or_weights_is_named(tiny, tmp_path):
         load_component(str(copy), "vae")
 
 
-def cached_like(folder: Path, cache: Path, repository: str) -> None:
-    """Build the hub's cache after downloading a folder."""
-    place = cache / f"models--{repository.replace('/', '--')}"
-    snapshot = place / "snapshots" / COMMIT
-    (place / "blobs").mkdir(parents=True)
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text(COMMIT)
-    for number, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
-        blob = place / "blobs" / f"{number:040x}"
-        shutil.copyfile(file, blob)
-        link = snapshot / file.relative_to(folder)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(blob)
+LOAD = """
+import torch
+from lightning_modules.pretrained.transformer import TransformerSource
+source = TransformerSource("FluxTransformer2DModel", "owner/name", None, torch.float32, None, 0)
+print(type(source.load(torch.device("cpu"))).__name__)
+"""
+PLAN = "import sys, train; sys.argv[0] = 'train.py'; train.main()"
 
 
 @pytest.mark.slow
-def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pairs, tmp_path):
-    """A transformer loads, and a whole pipeline is planned; HF_HUB_OFFLINE=1 avoids a minute of retries."""
-    cached_like(tiny, tmp_path, "owner/pipeline")
-    cached_like(tiny / "transformer", tmp_path, "owner/transformer")
-    code = (
-        "import sys, torch, train\n"
-        "from lightning_modules.pretrained.transformer import TransformerSource\n"
-        "source = TransformerSource('FluxTransformer2DModel', 'owner/transformer', None, torch.float32, None, 0)\n"
-        "print(type(source.load(torch.device('cpu'))).__name__)\n"
-        "sys.argv = ['train.py', *sys.argv[1:]]\n"
-        "train.main()\n"
-    )
-    model = ["model.pretrained_model_name_or_path=owner/pipeline", "model/quantization=fp8"]
+@pytest.mark.parametrize(
+    ("part", "code", "words"), [("transformer", LOAD, "FluxTransformer2DModel"), ("", PLAN, "fp8")]
+)
+def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pairs, tmp_path, part, code, words):
+    """HF_HUB_OFFLINE=1 avoids a minute of retries."""
+    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path)}
+    with hub(tiny / part) as address:
+        download = "import huggingface_hub; huggingface_hub.snapshot_download('owner/name')"
+        run_code(download, HF_ENDPOINT=address, HF_HUB_OFFLINE="0", **environment)
+    model = ["model.pretrained_model_name_or_path=owner/name", "model/quantization=fp8"]
     arguments = ["model=flux_kontext", *model, f"data.root={pairs}", "task=dry_run"]
-    environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
-    result = run_code(code, *arguments, cwd=tmp_path, **environment)
-    assert "FluxTransformer2DModel" in result.stdout
-    assert "fp8" in result.stdout + result.stderr
+    result = run_code(code, *arguments, cwd=tmp_path, HF_HUB_OFFLINE="1", **environment)
+    assert words in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("name", ["cuda:93", "tpu9000"])
