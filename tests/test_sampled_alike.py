@@ -1,7 +1,6 @@
 """Sample images of training equal those of predict.py, whatever is set."""
 
 import io
-import json
 import shutil
 from typing import ClassVar
 
@@ -24,7 +23,7 @@ from tests.support.combinations import first
 from tests.support.commands import compose, short
 from tests.support.pictures import photograph, pixels, records
 from tests.support.stock_pictures import stock_picture
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS, edit_json
 
 
 def results(folder, step):
@@ -70,10 +69,6 @@ def sampler_of(repository, model, *more):
     note_once.cache_clear()
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repository}", "model.dtype=float32"]
     return instantiate(compose("predict", *settings, *more).model, adapter=None, optimization=None).sampler
-
-
-def edit_json(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_shift_that_cannot_be_followed_is_refused_before_weights(repositories, tmp_path):

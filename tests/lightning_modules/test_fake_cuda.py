@@ -6,7 +6,6 @@ from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.pretrained import checks, repository, transformer
 from tests.support.commands import compose
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
 from tests.support.other_adapters import OTHERS
@@ -60,13 +59,7 @@ def batch(module):
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """Set up a fake GPU and models of two blocks."""
-    config, fewer = transformer.transformer_config, {"num_layers": 1, "num_single_layers": 1}
-    small = lambda *where: (found := config(*where)) | (fewer if "num_single_layers" in found else {})  # noqa: E731
-    monkeypatch.setattr(transformer, "transformer_config", small)
-    monkeypatch.setattr(checks, "refuse_unexpected", lambda *_: None)  # of the other blocks
-    monkeypatch.setattr(repository, "refuse_unexpected", lambda *_: None)
+def cuda():
     with fake_cuda() as cuda:
         yield cuda
 

@@ -1,6 +1,5 @@
 """Pictures by another transformer than the one that trains."""
 
-import json
 import shutil
 import weakref
 
@@ -19,7 +18,7 @@ from tests.support.combinations import first
 from tests.support.commands import compose, short, weights
 from tests.support.pictures import pixels, records
 from tests.support.tiny_adapters import build
-from tests.support.tiny_pipelines import build_pipeline
+from tests.support.tiny_pipelines import build_pipeline, edit_json
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +28,6 @@ def distilled(tmp_path_factory):
     build_pipeline(folder, seed=9)
     edit_json(folder / "scheduler/scheduler_config.json", use_dynamic_shifting=False, shift=7.0)
     return folder
-
-
-def edit_json(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Tiny pipelines of the real classes, random and in float32, in diffusers' folder layout."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -234,6 +235,11 @@ def build_longcat(folder: Path) -> None:
             axes_dims_rope=(4, 6, 6),
         ),
     ).save_pretrained(folder)
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    """Change values in a JSON file of a pipeline."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """FLUX.2: references, guidance and shift, as its pipelines have them."""
 
-import json
 import shutil
 
 import pytest
@@ -14,6 +13,7 @@ from lightning_modules.families.flux2.denoise import empirical_mu
 from lightning_modules.family import Sampling
 from tests.support.pictures import photograph
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
+from tests.support.tiny_pipelines import edit_json
 
 KLEIN = REFERENCES["flux2_klein_4b"]
 
@@ -65,8 +65,7 @@ def test_distilled_model_is_not_guided(repositories, monkeypatch, tmp_path):
     """Whatever the scale: `is_distilled` of its repository decides."""
     base = repositories[KLEIN.name]
     distilled = shutil.copytree(base, tmp_path / "distilled")
-    index = json.loads((distilled / "model_index.json").read_text())
-    (distilled / "model_index.json").write_text(json.dumps(index | {"is_distilled": True}))
+    edit_json(distilled / "model_index.json", is_distilled=True)
     images = condition_images([(96, 75)])
     call = {"num_inference_steps": 4, "width": 64, "height": 48, "output_type": "pt", **KLEIN.call}
     found = []

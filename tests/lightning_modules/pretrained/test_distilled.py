@@ -1,6 +1,5 @@
 """Bases that were distilled to few steps are named before training, and no others."""
 
-import json
 import shutil
 
 import pytest
@@ -8,6 +7,7 @@ from hydra.utils import instantiate
 
 from tasks.models import without_network
 from tests.support.commands import compose, short
+from tests.support.tiny_pipelines import edit_json
 
 NOTE = "is distilled to few steps ("
 
@@ -23,8 +23,7 @@ def copy(tiny, tmp_path):
 
     def copy(name, file="model_index.json", **values):
         folder = shutil.copytree(tiny, tmp_path / name)
-        path = folder / file
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        edit_json(folder / file, **values)
         return folder
 
     return copy
