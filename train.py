@@ -54,7 +54,7 @@ def job(cfg: DictConfig) -> float | None:
                         around.enter_context(in_use(output_dir))
                     around.enter_context(queued_again(cfg.resume))
                 if cfg.task == "fit" and url is not None:
-                    from tasks.mirror import mirrored  # imports PyTorch
+                    from tasks.uploads import mirrored  # imports PyTorch
 
                     resumes = cfg.resume is not None or cfg.ckpt_path is not None
                     around.enter_context(mirrored(url, output_dir, resumes))

@@ -34,16 +34,11 @@ def log_image(trainer: L.Trainer, name: str, image: Image.Image) -> None:
 
 
 class ImageWriter(BasePredictionWriter):
-    """Write each image as soon as it is sampled.
+    """Write each image as soon as it is sampled, and those of several LoRA scales also in a row."""
 
-    Args:
-        strips: whether the images of several LoRA scales are also written in a row.
-    """
-
-    def __init__(self, output_dir: str, strips: bool) -> None:
+    def __init__(self, output_dir: str) -> None:
         super().__init__(write_interval="batch")
         self.folder = Path(output_dir)
-        self.strips = strips
 
     def write_on_batch_end(
         self,
@@ -64,7 +59,7 @@ class ImageWriter(BasePredictionWriter):
             # One short write at the end of the file: several processes may share it.
             with (self.folder / PREDICTIONS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"file": path.name, **record}, ensure_ascii=False) + "\n")
-            if self.strips:
+            if len(batch.lora_scales) > 1:
                 name = record["name"].rpartition("_lora")[0]
                 of_scales = made.setdefault(name, {})
                 of_scales[record["lora_scale"]] = path

@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import lightning.pytorch as L
 
 from callbacks import find_callback
 from callbacks.progress import training_facts
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
-from datamodules.files import replacing
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.compatibility import Reader, readers
@@ -19,20 +17,14 @@ from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED
 from lightning_modules.timing import NOT_TRAINING
 from report.commands import Names, commands
-from report.images import LARGEST, Strip, read_strip, sample_files, save_png, scaled, write_grid
+from report.images import LARGEST, Strip, last_strips, sample_files, save_png, scaled, write_grid
 from report.origin import Origin
-from report.quoting import block, code, one_line, plain, without_secrets
+from report.page import render
+from report.quoting import one_line, plain, without_secrets
 from report.tables import changes, read_validation
 from runs.run_folder import RunFolder, best_effort
 
 README = "README.md"
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-TEMPLATES.filters.update(block=block, code=code, plain=plain)
 GRID = "samples.png"
 # Samples on a card.
 MOST = 4
@@ -84,7 +76,9 @@ class ModelCard(L.Callback):
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
         edits, captions = module.condition_images.most != 0, data.captions().most_common()
         caption = one_line(captions[0][0]) if captions else ""
-        text = TEMPLATES.get_template("model_card.md").render(
+        render(
+            folder / README,
+            Path(__file__).with_name("model_card.md"),
             **self._use(module, folder, strips, seed),
             metadata=_metadata(module, origin, self.trigger_word or caption, strips, is_lora),
             title=self.repository.rpartition("/")[2] if self.repository else self.run.path.absolute().name,
@@ -108,20 +102,17 @@ class ModelCard(L.Callback):
             comfyui=_in_comfyui(module, folder) if is_lora and module.base.name != EMBEDDED else None,
             comfyui_note=COMFYUI_NOTES.get(module.pipeline_name, ""),
         )
-        with replacing(folder / README) as temporary:
-            temporary.write_text(text, encoding="utf-8")
 
     def _write_images(self, folder: Path, step: int) -> tuple[int, list[Strip]]:
         """Write GRID and the results; return the step of the results and the samples, none without base images."""
         if not write_grid(self.run, folder / GRID, step, MOST):
             return 0, []
-        samples = sample_files(self.run, step)
         # Images of sample_root are not published.
-        strips = [one for path in samples[max(samples)].values() if (one := read_strip(path)).target][:MOST]
+        strips = [one for one in last_strips(self.run, step) if one.target][:MOST]
         for index, strip in enumerate(strips, start=1):
             result = scaled(strip.result, min(1.0, LARGEST / max(strip.result.size)))
             save_png(result, folder / f"sample-{index}.png")
-        return max(samples), [strip._replace(prompt=one_line(strip.prompt)) for strip in strips]
+        return max(sample_files(self.run, step)), [strip._replace(prompt=one_line(strip.prompt)) for strip in strips]
 
     def _use(self, module: EditModule, folder: Path, strips: list[Strip], seed: int | None) -> dict[str, Any]:
         """Return the commands that use the weights, with names that are valid on any machine."""

@@ -17,7 +17,7 @@ from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 from report.commands import Names, commands
-from report.images import THUMBNAIL, data_url, read_strip, sample_files, to_image, write_grid
+from report.images import THUMBNAIL, data_url, last_strips, read_strip, sample_files, to_image, write_grid
 from report.page import render
 from report.quoting import shareable, without_secrets
 from report.tables import curves, headline, read_metrics, read_validation
@@ -39,17 +39,13 @@ class Report(L.Callback):
         self.run = RunFolder(output_dir)
         self.model_name = model_name
         self._data: dict[str, Any] = {}
-        self._started = False
         self._shown = functools.cache(_shown)
-        self._written = 0.0
+        self._written = 0.0  # until the first page
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the first page in the first epoch, after the first sample images and config.yaml."""
         assert isinstance(pl_module, EditModule)
-        if self._started:
-            return
-        self._started = True
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not self._written:
             self._renew(trainer, pl_module, now=True)
             log.info(f"report: {self.run.report}, kept up to date")
             pl_module.base.timer.listeners.append(lambda _: self._renew(trainer, pl_module))
@@ -71,7 +67,7 @@ class Report(L.Callback):
         self._finish(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._started:
+        if self._written:
             self._finish(trainer, pl_module)
 
     def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -104,7 +100,6 @@ class Report(L.Callback):
         settings = OmegaConf.load(self.run.config) if self.run.config.is_file() else OmegaConf.create()
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         names = Names.of_run(module, self.run, self.model_name)
-        sample = read_strip(next(iter(samples[max(samples)].values()))) if samples else None
         seed = None if sampler is None else sampler.seed
         facts = [without_secrets(module.base.name), str(module.adapter), module.objective.chosen]
         facts += [module.optimization.describe(), f"step {trainer.global_step} of {trainer.max_steps}"]
@@ -120,7 +115,7 @@ class Report(L.Callback):
             pictures_title="Held-out images" if data.validation is not None else "Images of the training data",
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
-            commands=commands(module, names, seed, sample),
+            commands=commands(module, names, seed, next(last_strips(self.run, trainer.global_step), None)),
             config=OmegaConf.to_yaml(shareable(OmegaConf.to_container(settings))),
             unfinished=unfinished,
             **self._data,

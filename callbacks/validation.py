@@ -212,7 +212,6 @@ class Validation(L.Callback):
         best, last, judged = self.best(), self.latest, self._judged()
         if best is None:
             return []
-
         then, now = (
             f"{self.monitor} {row.get(self.monitor, math.nan):.4g} at step {row['step']:.0f}" for row in (best, last)
         )

@@ -7,7 +7,7 @@ from datamodules.hub import repository_file
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.repository import resolve_repository
-from report.images import Strip, read_strip, sample_files
+from report.images import Strip
 from report.origin import public_name
 from report.quoting import override, portable_path
 from runs.run_folder import RunFolder
@@ -39,7 +39,7 @@ class Names(NamedTuple):
 
 
 def commands(module: EditModule, names: Names, seed: int | None, sample: Strip | None) -> dict[str, str]:
-    """Return the commands that sample the sample images again, by the place where they are entered.
+    """Return the command of predict.py that samples the sample images again, and the code for stock diffusers, by name.
 
     Args:
         seed: of the sample images; None without these.
@@ -60,56 +60,19 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     found = {"Here": predict_command(module, names.arguments, settings, names.photo)}
     # The stock Kontext pipeline accepts one condition image.
     if images <= 1 or module.condition_images.most is not None:
-        arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
+        # Another transformer may come with its own pipeline, and so with its own scheduler.
         whole = other is not None and repository_file(resolve_repository(other), "model_index.json") is not None
-        found["In diffusers"] = diffusers_code(module, names, transformer, whole, arguments, seed or 0, images, fixed)
-    return found
-
-
-def example(run: RunFolder) -> tuple[str, str]:
-    """Return the image and the prompt of the first sample image of the last step."""
-    samples = sample_files(run)
-    prompt = read_strip(next(iter(samples[max(samples)].values()))).prompt if samples else "..."
-    return str(run.control) if run.control.is_file() else "PHOTO.png", prompt
-
-
-def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any], photo: str) -> str:
-    """Return a command line of predict.py; `weights` are its arguments that name these."""
-    image = {} if module.condition_images.most == 0 else {"image": photo}
-    return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
-
-
-def diffusers_code(
-    module: EditModule,
-    names: Names,
-    transformer: str,
-    whole: bool,
-    arguments: dict[str, Any],
-    seed: int,
-    images: int,
-    fixed: Mapping[str, Any],
-) -> str:
-    """Return Python code for the stock diffusers pipeline.
-
-    Args:
-        transformer: name of the transformer that samples.
-        whole: whether that is another pipeline than the base, with a scheduler of its own.
-        arguments: of the pipeline's call, without the image and the generator.
-        images: number of condition images.
-        fixed: settings of the scheduler that differ from its repository's.
-    """
-    assert module.adapter is not None
-    loading = module.adapter.loading_code(names.weights, module.pipeline_name)
-    own = public_name(module.base.name, names.model)
-    base = transformer if whole else own if loading else names.weights
-    base = "assets/shapes" if base == "embedded" else base
-    files = [names.photo] if images == 1 else [f"PHOTO_{index}.png" for index in range(1, images + 1)]
-    photos = ", ".join(f"load_image({name!r})" for name in files)
-    changes = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
-    other = not whole and transformer != own
-    return "\n".join(
-        [
-            *([f"# Its transformer is that of {transformer}."] if other else []),
+        own = public_name(module.base.name, names.model)
+        assert module.adapter is not None
+        loading = module.adapter.loading_code(names.weights, module.pipeline_name)
+        base = transformer if whole else own if loading else names.weights
+        base = "assets/shapes" if base == "embedded" else base
+        files = [names.photo] if images == 1 else [f"PHOTO_{index}.png" for index in range(1, images + 1)]
+        photos = ", ".join(f"load_image({name!r})" for name in files)
+        changes = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
+        arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}
+        code = [
+            *([f"# Its transformer is that of {transformer}."] if not whole and transformer != own else []),
             "import torch",
             f"from diffusers import {module.pipeline_name}",
             *(["from diffusers.utils import load_image"] if images else []),
@@ -120,11 +83,18 @@ def diffusers_code(
             "picture = pipe(",
             *([f"    image={photos if images == 1 else f'[{photos}]'},"] if images else []),
             *(f"    {name}={value!r}," for name, value in arguments.items()),
-            f"    generator=torch.Generator().manual_seed({seed}),",
+            f"    generator=torch.Generator().manual_seed({seed or 0}),",
             ").images[0]",
             "picture.save('edited.png')",
         ]
-    )
+        found["In diffusers"] = "\n".join(code)
+    return found
+
+
+def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any], photo: str) -> str:
+    """Return a command line of predict.py; `weights` are its arguments that name these."""
+    image = {} if module.condition_images.most == 0 else {"image": photo}
+    return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
 
 
 def _pipeline_arguments(module: EditModule, sampling: Sampling) -> dict[str, Any]:

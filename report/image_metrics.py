@@ -8,8 +8,6 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryJaccardIndex
 
-from datamodules.errors import UserError
-from datamodules.files import reason
 from datamodules.images.alignment import BELIEVED, edges, shift
 
 
@@ -26,16 +24,17 @@ class FeatureSimilarity(MeanMetric):
     """Cosine similarity of the features of two images: CLIP-I with a CLIP model, DINO with DINOv2.
 
     Args:
-        model_name_or_path: folder or hub id of a transformers model; loaded on first use.
+        model_name_or_path: folder or hub id of a transformers model; raises an OSError if it cannot be loaded.
     """
 
     higher_is_better = True  # type: ignore[assignment]
 
     def __init__(self, model_name_or_path: str) -> None:
+        from transformers import AutoImageProcessor, AutoModel
+
         super().__init__()
-        self.model_name_or_path = model_name_or_path
-        self._model: Any = None
-        self._processor: Any = None
+        self._processor: Any = AutoImageProcessor.from_pretrained(model_name_or_path)
+        self._model: Any = AutoModel.from_pretrained(model_name_or_path).eval()
 
     def update(self, preds: Tensor, target: Tensor) -> None:  # type: ignore[override]
         ours, theirs = (torch.nn.functional.normalize(self._features(one), dim=-1) for one in (preds, target))
@@ -44,16 +43,6 @@ class FeatureSimilarity(MeanMetric):
     @torch.no_grad()
     def _features(self, images: Tensor) -> Tensor:
         """Return the features (B, D) of images (B, 3, H, W) in [0, 1]."""
-        if self._model is None:
-            from transformers import AutoImageProcessor, AutoModel
-
-            try:
-                self._processor = AutoImageProcessor.from_pretrained(self.model_name_or_path)
-                self._model = AutoModel.from_pretrained(self.model_name_or_path).eval()
-            except OSError as error:
-                raise UserError(
-                    f"callbacks.validation.metrics: cannot load {self.model_name_or_path}: {reason(error)}"
-                ) from error
         seen = self._processor(images=list(images), do_rescale=False, return_tensors="pt")["pixel_values"]
         if hasattr(self._model, "get_image_features"):
             features = self._model.get_image_features(pixel_values=seen)

@@ -4,7 +4,7 @@ import base64
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -124,6 +124,12 @@ def sample_files(run: RunFolder, last: float = math.inf) -> dict[int, dict[str, 
     """Return a run's sample images up to a step, by step and name."""
     folders = {step: folder for step, folder in run.sampled_steps().items() if step <= last}
     return {step: {path.stem: path for path in sorted(folder.glob("*.png"))} for step, folder in folders.items()}
+
+
+def last_strips(run: RunFolder, last: float = math.inf) -> Iterator[Strip]:
+    """Yield the sample images of a run's last step, or of the last one up to a step."""
+    samples = sample_files(run, last)
+    yield from map(read_strip, samples[max(samples)].values() if samples else ())
 
 
 def write_grid(run: RunFolder, path: Path, last: float = math.inf, most: int | None = None) -> bool:

@@ -2,15 +2,11 @@
 
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from yaml import YAMLError
 
-from datamodules.errors import UserError
-from datamodules.files import DAMAGED
 from datamodules.hub import repository_file
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED
@@ -113,7 +109,7 @@ def licence(name: str, repository: str | None, revision: str | None) -> dict[str
 
     facts: Any = None
     # The base may be unreachable, or have no README.md, or one without YAML.
-    with best_effort("licence of the base"), suppress(UserError, OSError, YAMLError, *DAMAGED):
+    with best_effort("licence of the base"):
         path = repository_file(str(Path(name).expanduser()), "README.md", revision)
         facts = None if path is None else metadata_load(path)
     names = ("license", "license_name", "license_link")

@@ -1,4 +1,4 @@
-"""HTML pages: report.html of a run and of a sweep, and those of tasks."""
+"""Pages from templates: report.html of a run and of a sweep, pages of tasks, and model cards."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,15 @@ from typing import Any
 import jinja2
 
 from datamodules.files import replacing
+from report.quoting import code, plain
 
-TEMPLATE = jinja2.Environment(autoescape=True)
 REPORT = Path(__file__).with_name("report.html")
 
 
 def render(path: Path, template: Path = REPORT, **page: Any) -> None:
-    """Write a page atomically from a template; parts that are not given are left out."""
-    text = TEMPLATE.from_string(template.read_text(encoding="utf-8")).render(page)
+    """Write a page atomically from a template, HTML or Markdown; parts that are not given are left out."""
+    templates = jinja2.Environment(autoescape=template.suffix == ".html", trim_blocks=True, lstrip_blocks=True)
+    templates.filters.update(code=code, plain=plain)
+    text = templates.from_string(template.read_text(encoding="utf-8")).render(page)
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

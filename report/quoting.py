@@ -116,11 +116,6 @@ def code(text: str) -> str:
     return f"{ticks}{blank}{text}{blank}{ticks}"
 
 
-def block(text: str, language: str) -> str:
-    """Quote lines as a code block of Markdown."""
-    return f"```{language}\n{text}\n```"
-
-
 def plain(text: str) -> str:
     """Escape the characters with a meaning in Markdown or HTML."""
     return re.sub(r"([\\`*_\[\]<>#|~&!])", r"\\\1", text)

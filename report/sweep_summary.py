@@ -6,6 +6,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +114,14 @@ def _is_known(row: Mapping[str, Any]) -> bool:
 
 def _write_page(folder: Path, rows: list[dict[str, Any]], monitor: str, better: str) -> None:
     """Write the page with the jobs and their images in this order."""
-    from report.images import THUMBNAIL, data_url, read_strip, sample_files
+    from report.images import THUMBNAIL, data_url, last_strips
     from report.page import render
     from report.quoting import without_secrets
 
     jobs = []
     for row in rows:
         run = RunFolder(folder / row["job"])
-        samples = sample_files(run)
-        strips = [read_strip(path) for path in list(samples[max(samples)].values())[:4]] if any(samples) else []
-        images = [[*strip.controls, strip.result, strip.target] for strip in strips]
+        images = [[*strip.controls, strip.result, strip.target] for strip in islice(last_strips(run), 4)]
         jobs.append(
             {
                 "name": row["job"],

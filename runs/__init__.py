@@ -1,1 +1,1 @@
-"""The process of a run: its folder, signals, the division of work among processes, uploads."""
+"""The process of a run: its folder, signals, and the division of work among processes."""

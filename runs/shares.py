@@ -1,14 +1,12 @@
 """Samples divided among the processes of a run: process r of N takes r, r + N, r + 2N, ... of them."""
 
 import functools
-import itertools
 from typing import Any, TypeVar
 
 import lightning.pytorch as L
 from torch import distributed
 
 Made = TypeVar("Made")
-NOTHING: Any = object()
 
 
 @functools.cache
@@ -51,5 +49,4 @@ def of_all(trainer: L.Trainer, mine: list[Made]) -> list[Made]:
         return mine
     made: list[Any] = [None] * trainer.world_size
     distributed.all_gather_object(made, mine, cpu_group())
-    rounds = itertools.zip_longest(*made, fillvalue=NOTHING)
-    return [one for one in itertools.chain.from_iterable(rounds) if one is not NOTHING]
+    return [made[index % len(made)][index // len(made)] for index in range(sum(map(len, made)))]

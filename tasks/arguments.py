@@ -78,7 +78,6 @@ def quote_values(arguments: list[str]) -> list[str]:
     `prompt=snow, please` becomes `prompt="snow, please"`; in a path ~ becomes the home folder. Quoted text, lists and
     null are left unchanged, and so are paths with a comma that do not exist: they may be a sweep.
     """
-
     quoted = []
     for argument in arguments:
         key, _, value = argument.partition("=")

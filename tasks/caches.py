@@ -79,10 +79,9 @@ def clean(cfg: DictConfig, _: Path) -> None:
             log.info(f"{cache} is being filled: it stays")
     if freed == 0:
         log.info(f"nothing to free in {used.parent}; {used.name} is in use by these settings")
-    elif cfg.delete:
-        log.info(f"freed {decimal(freed)}; kept {used.name}, which these settings use")
     else:
-        log.info(f"delete=true frees {decimal(freed)}; {used.name}, which these settings use, stays")
+        verb = "freed" if cfg.delete else "delete=true frees"
+        log.info(f"{verb} {decimal(freed)}; {used.name}, which these settings use, stays")
 
 
 def _described(cache: Cache) -> str:

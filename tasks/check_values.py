@@ -9,7 +9,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
-from runs.uploads import check_upload
 from tasks.resolvers import CONF
 from tasks.terminal import is_first_process
 
@@ -168,8 +167,8 @@ def check_run(cfg: DictConfig) -> None:
             f"hub.push={repository}: the jobs of a sweep would replace each other's weights there; name one "
             "for each, hub.push='owner/name-${hydra:job.num}'"
         )
-    if is_first_process():
-        check_upload(repository)
+    if repository is not None and is_first_process():
+        check_hub(repository)
     if (epochs := cfg.trainer.max_epochs) not in (None, -1):
         length = f"{epochs} x samples / (data.batch_size x trainer.accumulate_grad_batches x processes)"
         raise UserError(
@@ -180,6 +179,24 @@ def check_run(cfg: DictConfig) -> None:
     if cfg.sample_root is not None and cfg.callbacks.get("sample_images") is None:
         raise UserError(
             f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
+        )
+
+
+def check_hub(repository: str) -> None:
+    """Raise a UserError for an upload that cannot succeed, before anything is computed."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        _owner, _name = repository.split("/")
+    except ValueError as error:
+        raise UserError(f"hub.push={repository}: give owner/name, of letters, digits, -, _ and .") from error
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"hub.push={repository}: it needs the network, but HF_HUB_OFFLINE=1 is set. Unset one of them.")
+    if get_token() is None:
+        raise UserError(
+            f"hub.push={repository}: it needs a token that may write. Log in with `hf auth login`, or set HF_TOKEN."
         )
 
 

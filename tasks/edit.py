@@ -60,7 +60,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     note_unused_area(cfg, module)
     warn_of_other_base(module, files, [LoRAFile(file).header for file in files])
     silence_libraries()
-    callbacks = [ImageWriter(str(output_dir), strips=len(scales) > 1), RankMasks(), GracefulStop()]
+    callbacks = [ImageWriter(str(output_dir)), RankMasks(), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)

@@ -18,15 +18,16 @@ from callbacks.metrics import Metrics
 from callbacks.rank_schedule import RankMasks
 from callbacks.validation import Validation
 from datamodules.cached import CachedDataModule
-from report.commands import example, predict_command
+from report.commands import predict_command
+from report.images import last_strips
 from runs.run_folder import End, RunFolder
 from runs.signals import Stopped, stop
-from runs.uploads import upload
 from tasks.encode import build_cache
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
 from tasks.resuming import Start, find_start, start_again
 from tasks.terminal import is_first_process, log, silence_libraries
+from tasks.uploads import push_to_hub
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> float:
@@ -43,7 +44,7 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
         repository = OmegaConf.select(cfg, "hub.push")
         if repository is not None and trainer.is_global_zero:  # after the run, whose other processes would wait
             module: Any = trainer.lightning_module
-            upload(run, module.adapter.folder, repository, cfg.hub.private)
+            push_to_hub(run, module.adapter.folder, repository, cfg.hub.private)
         end = report(trainer, run, cfg)
         if trainer.is_global_zero:
             run.write_end(end)
@@ -128,9 +129,10 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
     for line in [] if validation is None else validation.best_lines(str(run.path / kind)):
         log.info(line)
     log.info(f"done: {run.weights(kind, 'last')}")
-    photo, prompt = example(run)
+    sample = next(last_strips(run), None)
+    photo = str(run.control) if run.control.is_file() else "PHOTO.png"
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
-    log.info(f"try it: {predict_command(module, weights, {'prompt': prompt}, photo)}")
+    log.info(f"try it: {predict_command(module, weights, {'prompt': sample.prompt if sample else '...'}, photo)}")
     monitor = cfg.monitor or (validation.monitor if validation is not None and validation.rows else "loss_avg")
     measured = {**(metrics.latest if metrics else {}), **(validation.measured() if validation else {})}
     if trainer.is_global_zero and monitor not in measured and metrics is not None and metrics.latest:

@@ -18,7 +18,7 @@ from tasks.terminal import is_first_process, one_line_errors
 
 # Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
-# A note on the run's copy in a bucket (`tasks.mirror`).
+# A note on the run's copy in a bucket (`tasks.uploads`).
 MIRROR = ".mirror.json"
 # Tasks that write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")

@@ -1,6 +1,5 @@
 """task=inspect: find faults of the samples of data.root. It changes nothing there."""
 
-import csv
 import os
 import textwrap
 from collections import Counter
@@ -15,7 +14,6 @@ from omegaconf import DictConfig
 from PIL import Image, ImageChops, ImageOps
 
 from datamodules.errors import UserError, count_of, printable
-from datamodules.files import replacing
 from datamodules.images.decoding import open_image
 from datamodules.images.inspection import Finding, Kind, inspect_sample, look, repeated
 from datamodules.images.sample_set import SampleSet
@@ -23,6 +21,7 @@ from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import resize
 from lightning_modules.timing import ProgressLines
 from report.images import labelled_row, write_figure
+from report.tables import write_rows
 from tasks.contact_sheet import Panel, draw_panels
 from tasks.encode import cached_data
 from tasks.placement import frozen_model
@@ -56,7 +55,7 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
     if not found:
         log.info(f"nothing found in {what} of {', '.join(data.roots)}")
         return
-    _write(found, report)
+    write_rows(report, [_row(finding) for finding in found])
     for kind, key, figure, *_ in found[:ROWS]:
         extent = f", {figure}" if figure else ""
         log.info(f"{kind.label}: {key}{extent} ({kind.remedy})")
@@ -86,13 +85,10 @@ def find_faults(samples: Sequence[Sample], held: set[int], sample_set: SampleSet
     return found
 
 
-def _write(found: Sequence[Finding], path: Path) -> None:
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("sample", "finding", "figure", "what to do", "target"))
-        for kind, key, figure, sample, *_ in found:
-            target = "" if sample is None else printable(str(sample.target))
-            writer.writerow((key, kind.label, figure, kind.remedy, target))
+def _row(finding: Finding) -> dict[str, str]:
+    kind, key, figure, sample, *_ = finding
+    target = "" if sample is None else printable(str(sample.target))
+    return {"sample": key, "finding": kind.label, "figure": figure, "what to do": kind.remedy, "target": target}
 
 
 def _choose(found: Sequence[Finding], most: int) -> list[list[Finding]]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from datamodules.errors import UserError, listing, printable
 from lightning_modules.lora_files.delta import Delta, squared_difference
 from lightning_modules.lora_files.names import LayerNames, LayerShape
 from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download
+from report.quoting import flat_settings
 from tasks.edit import as_list
 from tasks.models import fitting_models, model_for
 
@@ -161,21 +162,11 @@ def shown(value: Any, most: int = LETTERS) -> str:
 
 def header_entries(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return a header's entries by name, those of `FIRST` first."""
-    found = {name: value for key, text in metadata.items() for name, value in _entries(key, text)}
-    return {key: found[key] for key in dict.fromkeys([*FIRST, *found]) if key in found}
-
-
-def _entries(key: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yield a header's entry, or those of its JSON object."""
-    parsed: Any = None
-    with suppress(ValueError, RecursionError):  # shown as it is
-        parsed = json.loads(text[:LONGEST])
-    yield from _flat("" if key in (HEADER_KEY, DIFFUSERS_KEY) else key, parsed if isinstance(parsed, dict) else text)
-
-
-def _flat(name: str, value: Any, levels: int = 2) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and levels:
-        for part, one in value.items():
-            yield from _flat(f"{name}.{part}".removeprefix("."), one, levels - 1)
-    elif value not in ("", None, [], {}):
-        yield name, shown(value)
+    found: dict[str, Any] = {}
+    for key, text in metadata.items():
+        entries = {key: text}
+        with suppress(ValueError, RecursionError):  # shown as it is
+            if isinstance(parsed := json.loads(text[:LONGEST]), dict):
+                entries = flat_settings(parsed, "" if key in (HEADER_KEY, DIFFUSERS_KEY) else f"{key}.")
+        found |= {name: value for name, value in entries.items() if value not in ("", None, [], {})}
+    return {key: shown(found[key]) for key in dict.fromkeys([*FIRST, *found]) if key in found}

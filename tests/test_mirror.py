@@ -15,10 +15,10 @@ from datamodules.errors import UserError
 from datamodules.files import replacing
 from runs.run_folder import RunFolder
 from runs.signals import stop
-from tasks import mirror as module
-from tasks.mirror import Mirror
+from tasks import uploads as module
 from tasks.resolvers import work_folder
 from tasks.terminal import configure_logging
+from tasks.uploads import Mirror
 from tests.support.commands import kill_when, lora_bytes, short
 from tests.support.several_runs import start_two
 

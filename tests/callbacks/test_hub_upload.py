@@ -12,9 +12,9 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
-from runs import uploads
 from runs.run_folder import RunFolder
 from runs.signals import stop
+from tasks import uploads
 
 NAME = "owner/name"
 TOKEN = "hf_averysecrettoken"
@@ -37,7 +37,7 @@ class Hub:
         if self.failure:
             raise self.failure
 
-    def take(self, repo_id, folder_path, path_in_repo, ignore_patterns, commit_message):
+    def take(self, repo_id, folder_path, path_in_repo, ignore_patterns):
         assert repo_id in self.created
         found = on_disk(folder_path)
         kept = filter_repo_objects(found, ignore_patterns=ignore_patterns)
@@ -71,7 +71,7 @@ def test_last_and_best_arrive_with_their_cards(hub, gallery, copied, said):
     folder = copied(gallery("shown"))
     whole = on_disk(folder / "lora/last") | on_disk(folder / "lora/best", "best/")
     (folder / "lora/last/.weights.1.tmp").write_text("unfinished")
-    uploads.upload(RunFolder(folder), "lora", NAME, True)
+    uploads.push_to_hub(RunFolder(folder), "lora", NAME, True)
     assert hub.files == whole
     assert {WEIGHTS, "README.md", "samples.png", f"best/{WEIGHTS}"} < hub.files.keys()
     assert hub.created == {NAME: True}
@@ -81,7 +81,7 @@ def test_last_and_best_arrive_with_their_cards(hub, gallery, copied, said):
 def test_hub_that_fails_costs_one_line(hub, gallery, said):
     response = httpx2.Response(401, request=httpx2.Request("POST", "http://hub"))
     hub.failure, folder = HfHubHTTPError(f"401 of {TOKEN}", response=response), gallery("plain").folder
-    uploads.upload(RunFolder(folder), "lora", NAME, True)
+    uploads.push_to_hub(RunFolder(folder), "lora", NAME, True)
     assert said.messages[-1].endswith(f"; by hand: hf upload {NAME} {folder}/lora/last . --private")
     assert "401" in said.messages[-1]
     assert TOKEN not in said.text
@@ -98,7 +98,7 @@ def test_stop_does_not_wait_for_the_hub(hub, gallery, monkeypatch, said):
 
     monkeypatch.setattr(uploads, "_send", hang)
     with stop.listening():
-        uploads.upload(RunFolder(gallery("shown").folder), "lora", NAME, False)
+        uploads.push_to_hub(RunFolder(gallery("shown").folder), "lora", NAME, False)
     ended.set()
     assert "stopped by SIGINT; by hand: hf upload" in said.messages[-1]
 

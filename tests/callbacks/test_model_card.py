@@ -132,7 +132,7 @@ def test_captions_stay_texts_and_nothing_of_the_machine_is_named(run, tiny, tmp_
 
 @pytest.mark.parametrize("adapter", first(1, ["lora", "tlora"]))
 def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_path, monkeypatch, adapter):
-    for module, name in ((check_values, "check_upload"), (fit, "upload")):
+    for module, name in ((check_values, "check_hub"), (fit, "push_to_hub")):
         monkeypatch.setattr(module, name, lambda *_: None)
     more = ["hub.push=ann/snow", "data.val_count=1", f"adapter={adapter}"]
     run("train", *short(tiny, pairs, tmp_path / "run", 1, shown=True), *SHOWN, *more)

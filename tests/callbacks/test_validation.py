@@ -337,7 +337,7 @@ def test_feature_similarity_is_that_of_the_models_own_features(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "message"),
-    [("lpips", "metrics.lpips: its weights are not at hand"), ("dino", "cannot load facebook/dino")],
+    [("lpips", "metrics.lpips: its weights are not at hand"), ("dino", "metrics.dino: its weights are not at hand")],
 )
 def test_metric_without_its_weights_is_one_line(refuses, metric, message):
     others = [f"callbacks.validation.metrics.{name}=null" for name in ("lpips", "dino", "clip") if name != metric]

@@ -1,17 +1,22 @@
-"""output_dir=s3://...: download a run's folder before the run; upload it after each checkpoint and at the end."""
+"""Uploads of a run: output_dir=s3://... keeps its folder in a bucket, hub.push=OWNER/NAME publishes its weights.
+
+The folder is downloaded before the run, and uploaded after each checkpoint and at the end. The weights are uploaded to
+huggingface.co at the end, which never fails the run.
+"""
 
 import json
+import shlex
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from datamodules.errors import UserError
-from datamodules.files import DAMAGED, file_sha256, link_or_copy, replacing
+from datamodules.errors import UserError, without_credentials
+from datamodules.files import DAMAGED, file_sha256, link_or_copy, reason, replacing
 from datamodules.locks import one_at_a_time
 from datamodules.shards.transfer import Bucket
-from runs.run_folder import RunFolder
+from runs.run_folder import RunFolder, best_effort
 from runs.signals import Stopped, stop
 from tasks.folders import MIRROR
 from tasks.terminal import is_first_process, log, started_by_lightning
@@ -20,6 +25,7 @@ POLL = 5.0  # seconds between two looks for a new checkpoint
 TRIES = 30  # of the last upload; while the bucket cannot be reached each takes 15 s
 WHEN_STOPPED = 100.0  # seconds for the last upload of a run that was stopped or has failed
 LAST = "checkpoints/last.ckpt"
+SILENCE = 120.0  # seconds without an answer of huggingface.co after which a request has failed
 
 
 @contextmanager
@@ -148,3 +154,59 @@ class Mirror:
         self.files = {name: facts for name, facts in self.files.items() if name not in gone}
         self._write_note()
         held.unlink()
+
+
+def push_to_hub(run: RunFolder, kind: str, repository: str, private: bool) -> None:
+    """Upload `last` as the repository's root and `best` as its folder best/; log the result in one line.
+
+    huggingface_hub repeats requests that fail. A signal ends the wait for the upload.
+
+    Args:
+        kind: the adapter's folder.
+        private: whether a repository that is created for the upload is private.
+    """
+    folders = {place: run.weights(kind, name) for place, name in (("", "last"), ("best", "best"))}
+    folders = {place: folder for place, folder in folders.items() if folder.is_dir()}
+    if not folders:
+        return
+    failures: list[str] = []
+    work = lambda: failures.append(_send(folders, repository, private))  # noqa: E731
+    thread = threading.Thread(target=work, name="upload", daemon=True)
+    with best_effort(f"upload to {repository}"):
+        try:
+            stop.check()
+            log.info(f"uploading to {repository}")
+            thread.start()
+            thread.join()
+            [failure] = failures
+        except Stopped as stopped:
+            failure = str(stopped)
+        if failure:
+            end = " --private" if private else ""
+            commands = [
+                f"hf upload {repository} {shlex.quote(str(f))} {place or '.'}{end}" for place, f in folders.items()
+            ]
+            log.warning(f"note: not uploaded to {repository}: {failure}; by hand: {' && '.join(commands)}")
+        else:
+            from huggingface_hub import constants
+
+            log.info(f"uploaded: {constants.ENDPOINT}/{repository}")
+
+
+def _send(folders: Mapping[str, Path], repository: str, private: bool) -> str:
+    """Upload; return the reason of a failure, or an empty text."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import get_session
+
+    get_session().timeout = SILENCE  # none by default
+    api = HfApi(library_name="retouch")
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        for place, folder in folders.items():
+            hidden = [".*", "**/.*"]  # temporary files next to the weights
+            api.upload_folder(repo_id=repository, folder_path=folder, path_in_repo=place, ignore_patterns=hidden)
+    except Exception as error:  # of the network's libraries, or of files: none of them may end the run
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None
+        failure = " ".join(reason(one) for one in (error, cause) if one is not None)
+        return without_credentials(failure).rstrip(".:")
+    return ""
