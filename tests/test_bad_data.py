@@ -2,7 +2,6 @@
 
 import pytest
 from hydra.utils import instantiate
-from PIL import Image
 
 from tests.support.commands import compose, short
 from tests.support.pictures import make_pairs, photograph
@@ -19,12 +18,6 @@ def scanned(root, *overrides):
     return data
 
 
-def test_root_may_have_any_name(run, tiny, tmp_path):
-    root = make_pairs(tmp_path / "my päirs, [old] (снег) = 雪", [(32, 32)] * 2)
-    assert "2 pairs" in run("train", *short(tiny, root, tmp_path / "выход", 1)).text
-    assert (tmp_path / "выход" / "lora" / "last").is_dir()
-
-
 def test_incomplete_pairs_are_listed_and_counted_or_skipped(refuses, folder):
     for name in ("a", "b", "c", "d"):
         photograph("coffee", 32, 32).save(folder / "training_images" / f"{name}.png")
@@ -35,16 +28,6 @@ def test_incomplete_pairs_are_listed_and_counted_or_skipped(refuses, folder):
     data = scanned(folder, "data.on_missing=skip")
     assert len(data.samples) == 2
     assert data.notes[0].startswith("skipped 6 incomplete")
-
-
-def test_truncated_image_is_named_or_skipped(refuses, folder):
-    bad = folder / "control_images" / "00.png"
-    Image.open(bad).resize((256, 256)).save(bad)
-    bad.write_bytes(bad.read_bytes()[:-600])
-    refuses(root=folder, words=[f"cannot read the image {bad}", "data.on_bad_image=skip"])
-    data = scanned(folder, "data.on_bad_image=skip")
-    assert len(data.samples) == 2
-    assert data.notes[0].startswith("skipped 1 unusable")
 
 
 @pytest.mark.slow

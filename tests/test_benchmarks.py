@@ -12,11 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import faults, full_size
+from benchmarks import faults
 from benchmarks.fault_kinds import judging
 from benchmarks.fault_kinds.workshop import Reference
-from benchmarks.gpu import speed
-from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import PARTS
 from datamodules.shards.cache import Cache
 from tests.support.commands import ROOT, run_code
@@ -98,36 +96,6 @@ def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(start, tm
     ]
     assert text.splitlines()[-6:] == ["failed:", *lines]
     assert all(f"- {line}\n" in table for line in lines)
-
-
-def test_gpu_check_names_what_it_has_no_time_for(tmp_path):
-    output = tmp_path / "results.json"
-    code = GPU_CHECK + "sys.exit(gpu_check.main())"
-    done = run_code(code, "--output", str(output), "--minutes", "0", "--only", "speed flux_kontext nf4")
-    result, table = read(output)
-    assert [record["status"] for record in result["results"].values()] == ["skipped"] * 2
-    assert all(name in done.stdout.splitlines()[-2] for name in result["results"])
-    assert table.count("| skipped |") == 2
-
-
-def test_a_row_that_runs_out_of_memory_is_a_result(tmp_path, monkeypatch):
-    def measure(*_):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(full_size, "measure", measure)
-    facts, row = {}, next(part.row for part in PARTS.values() if part.row is not None)
-    assert speed.measured(Bench(torch.device("cpu"), True, tmp_path), facts, row) == []
-    assert facts["out_of_memory"]
-
-
-@pytest.mark.parametrize("only", [["nothing"], ["speed x"]])
-def test_gpu_check_names_the_parts_where_none_is_chosen(only, monkeypatch, capsys):
-    from benchmarks import gpu_check
-
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--only", *only])
-    with pytest.raises(SystemExit):
-        gpu_check.main()
-    assert "choose offload_blocks, scaled_mm" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from PIL import Image
 from datamodules.shards.cache import Cache
 from tasks.arguments import quote_values
 from tests.support.caches import cache_overrides, encoded, only, short
-from tests.support.commands import compose
+from tests.support.commands import compose, run_task
 from tests.support.pictures import make_pairs, photograph
 
 
@@ -68,12 +68,12 @@ def test_other_settings_and_weights_are_another_cache(tiny, tmp_path):
     assert name() != before
 
 
-def test_preview_shows_the_samples_without_a_model(run, tmp_path):
+def test_preview_shows_the_samples_without_a_model(tmp_path):
     root = make_pairs(tmp_path / "pairs", [(40, 32), (48, 32)])
     (root / "training_images" / "00.txt").write_text("a $5 caption of [trigger], süß")
-    arguments = ["task=preview", f"data.root={root}", f"output_dir={tmp_path / 'out'}"]
-    outcome = run("predict", *arguments, "model.pretrained_model_name_or_path=/nowhere")
-    assert "note: 1 pair has [trigger] in the captions" in outcome.text
+    where = [f"data.root={root}", f"output_dir={tmp_path / 'out'}"]
+    text = run_task("preview", *where, "model.pretrained_model_name_or_path=/nowhere")
+    assert "note: 1 pair has [trigger] in the captions" in text
     assert Image.open(tmp_path / "out" / "preview.png").width > 500
 
 
@@ -93,23 +93,22 @@ def test_name_of_any_bytes_is_cached_trained_on_held_out_and_shown(run, tiny, tm
     assert len(list((tmp_path / "out").glob("*.png"))) == 3
 
 
-def test_old_caches_are_deleted_when_asked_but_not_the_last_used_one(run, tiny, tmp_path):
+def test_old_caches_are_deleted_when_asked_but_not_the_last_used_one(tiny, tmp_path):
     """A command with other settings, such as those of the demo, does not delete the cache that was used last."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)])
-    command = ["task=clean", *cache_overrides(tiny, root, tmp_path / "cache")[1:]]
-    cfg = compose("predict", *command)
+    settings = cache_overrides(tiny, root, tmp_path / "cache")[1:]
+    cfg = compose("predict", "task=clean", *settings)
     demo = instantiate(cfg.data).cache(instantiate(cfg.model))
     caches = [demo, *(Cache(demo.folder.with_name(letter * 16), {"family": "FluxKontext"}) for letter in "ab")]
     for number, cache in enumerate(caches):
         assert cache.touch()
         cache.merge()
         os.utime(cache.folder / ".used", (1000 + number, 1000 + number))
-    text = run("predict", *command).text
-    assert "delete=true frees" in text
-    text = run("predict", *command, "delete=true").text
+    assert "delete=true frees" in run_task("clean", *settings)
+    text = run_task("clean", *settings, "delete=true")
     assert f"{caches[1]}  " in text
     assert "0 samples of FluxKontext" in text
     assert ", last used 1970-" in text
     assert f"{caches[2]}, 0 samples of FluxKontext (a local model, None), was used last: it stays" in text
     assert [cache.folder.exists() for cache in caches] == [True, False, True]
-    assert "nothing to free" in run("predict", *command, "delete=true").text
+    assert "nothing to free" in run_task("clean", *settings, "delete=true")

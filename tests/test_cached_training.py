@@ -10,10 +10,10 @@ from PIL import Image
 from datamodules.pairs import collate_pixels
 from datamodules.shards.reader import EncodedSample, Place
 from tasks.encode import build_cache
-from tests.support.caches import only, short
-from tests.support.commands import compose, kill_when, lora_bytes
+from tests.support.caches import short
+from tests.support.commands import compose
 from tests.support.objectives import losses
-from tests.support.pictures import make_pairs
+from tests.support.same_runs import assert_close
 
 
 @pytest.mark.parametrize(("vae_encode_mode", "caption_dropout_rate"), [("sample", 0.5), ("mode", 0.0)])
@@ -46,22 +46,6 @@ def test_cached_and_streamed_training_give_the_same_loss(
     assert len(set(taken)) == 8
 
 
-@pytest.mark.slow
-def test_resumed_run_on_cached_data_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, tiny, tmp_path):
-    """In the middle of an epoch, in mixed sizes under a token budget, with two data workers and caption dropout."""
-    root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32), (64, 64), (32, 48)] * 4)
-    settings = ["data.max_tokens_per_batch=250", "data.num_workers=2", "save_every=12", "scheduler=constant"]
-    settings += ["data.caption_dropout_rate=0.3"]
-    run("train", *short(tiny, root, tmp_path / "whole", 24), *settings)
-    killed = [*short(tiny, root, tmp_path / "killed", 24), *settings]
-    process = start("train", *killed, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 15}")
-    kill_when((tmp_path / "killed" / "checkpoints" / "last.ckpt").exists, process)
-    assert not (tmp_path / "killed" / "lora" / "step-000024").exists()
-    run("train", *killed, "ckpt_path=last")
-    assert lora_bytes(tmp_path / "killed") == lora_bytes(tmp_path / "whole")
-    assert lora_bytes(tmp_path / "whole", "step-000012") != lora_bytes(tmp_path / "whole")
-
-
 def test_token_budget_makes_large_images_small_batches():
     data = instantiate(compose("train", "data.root=unread", "data.max_tokens_per_batch=300").data)
     place = Place("latents-00000-000000.tar", 0, 0, 0, 0)
@@ -77,22 +61,19 @@ def test_token_budget_makes_large_images_small_batches():
     assert data.batch_limits() == {large: 1, small: 1}
 
 
-def test_run_trains_on_shards_alone(run, tiny, pairs, tmp_path):
+def test_run_trains_on_shards_alone(run, gallery, tiny, pairs, tmp_path):
     """A copy or URL of a cache needs no images, and yields the same weights; sample images come from the latents."""
-    steps = "model.sampling.num_inference_steps=1"
-    run("train", *short(tiny, pairs, tmp_path / "first", 2), steps)
-    copy = shutil.copytree(only(tmp_path / "cache").folder, tmp_path / "copy")
-    arguments = [*short(tiny, "null", tmp_path / "second", 2, shown=True), steps, f"data.shards={copy}"]
-    text = run("train", *arguments, "sample_every=0").text
-    assert f"8 pairs of {copy}" in text
+    cfg = compose("train", *short(tiny, pairs, tmp_path / "run", 2))
+    copy = shutil.copytree(build_cache(cfg, instantiate(cfg.data)).folder, tmp_path / "copy")
+    arguments = [*short(tiny, "null", tmp_path / "run", 2, shown=True), f"data.shards={copy.as_uri()}"]
+    quick = ["model.sampling.num_inference_steps=1", "sample_every=0", "data.num_workers=2"]
+    text = run("train", *arguments, *quick).text
+    assert f"8 pairs of {copy.as_uri()}" in text
     assert "loading text_encoder" not in text
-    assert lora_bytes(tmp_path / "first") == lora_bytes(tmp_path / "second")
-    pictures = list((tmp_path / "second" / "samples" / "step-000002").glob("*.png"))
+    assert_close(tmp_path / "run", gallery("plain").folder, rtol=0, atol=0)
+    pictures = list((tmp_path / "run" / "samples" / "step-000002").glob("*.png"))
     assert len(pictures) == 4
     assert Image.open(pictures[0]).size == (96, 32)
-    streamed = [*short(tiny, "null", tmp_path / "streamed", 2), steps, f"data.shards={copy.as_uri()}"]
-    run("train", *streamed, "data.num_workers=2")
-    assert lora_bytes(tmp_path / "first") == lora_bytes(tmp_path / "streamed")
     other = [*short(tiny, "null", tmp_path / "other", 2), "model.max_sequence_length=32", f"data.shards={copy}"]
     error = run("train", *other, ok=False).error
     assert "does not match this run: it was encoded with settings max_sequence_length: 16 (here" in error

@@ -18,7 +18,6 @@ def test_help_explains_itself_quickly(run):
     for word in ("adapter.rank", "ckpt_path=last", "optimizer: adafactor, adamw, adamw_8bit", "Examples", "embedded"):
         assert word in text
     assert "lora_scale" in run("predict", "--help").text
-    assert "drawn shapes" in run("train", "--cfg", "job").text
 
 
 @pytest.mark.parametrize(

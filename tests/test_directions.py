@@ -9,16 +9,12 @@ from PIL import Image, ImageOps
 from datamodules.pairs import collate_pixels
 from lightning_modules.lora_files.reading import LoRAFile
 from tasks.encode import build_cache
-from tests.support.caches import cache_overrides, only
 from tests.support.combinations import first
 from tests.support.commands import compose, short
 from tests.support.objectives import losses
 from tests.support.pictures import make_pairs, photograph, pixels
 
 SLIDER = ["objective=slider", "optimizer.lr=3e-2", "scheduler=constant"]
-DPO = ["objective=dpo", "scheduler=constant"]
-OBJECTIVES = {"slider": SLIDER, "dpo": DPO}
-EVERY = pytest.mark.parametrize("objective", OBJECTIVES)
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +47,14 @@ def test_cached_latents_give_the_loss_of_pictures(run, tiny, preferences, tmp_pa
         torch.testing.assert_close(cached, encoded, rtol=1e-6, atol=1e-6)
 
 
-@EVERY
+@pytest.mark.parametrize("objective", ["slider", "dpo"])
 def test_no_step_waits_for_the_device(run, tiny, preferences, tmp_path, watch, objective):
-    quiet = ["trainer.log_every_n_steps=3", "save_every=0"]
-    run("train", *short(tiny, preferences, tmp_path / "run", 3), *quiet, *OBJECTIVES[objective])
+    """Shards alone have the rejected images as well."""
+    cfg = compose("train", *short(tiny, preferences, tmp_path / "run", 3), f"data.cache_dir={tmp_path}")
+    shards = build_cache(cfg, instantiate(cfg.data)).folder
+    quiet = ["trainer.log_every_n_steps=3", "save_every=0", f"data.shards={shards}"]
+    run("train", *short(tiny, "null", tmp_path / "run", 3), *quiet, f"objective={objective}")
     assert not watch.found[2]
-
-
-def test_a_cache_knows_which_samples_have_rejected_images(run, tiny, preferences, tmp_path):
-    run("predict", *cache_overrides(tiny, preferences, tmp_path / "cache"))
-    overrides = [a for a in short(tiny, "", tmp_path / "run", 1) if not a.startswith("data.root=")]
-    run("train", *overrides, f"data.shards={only(tmp_path / 'cache').folder}", *DPO)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,25 @@ import shutil
 
 import pytest
 
+from tests.support.objectives import EVERYTHING
+from tests.support.other_adapters import KINDS, OTHERS
 from tests.support.same_runs import SMOOTH_ADAM, assert_close, assert_close_losses, assert_close_models
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_pipelines import MODELS
 
-ADAPTERS = {"lora": ["adapter.target_modules=all-linear", "adapter.rank=4"], "full": []}
+LEARNS = {
+    "lora": ["adapter=lora", "adapter.target_modules=all-linear", "adapter.rank=4"],
+    "dora": ["adapter=dora", "adapter.rank=4", "adapter.alpha=8"],
+    "full": ["adapter=full"],
+    "every objective": [*EVERYTHING, "objective.preserve.every=2", "data.caption_dropout_rate=0.3", "adapter.rank=4"],
+    **OTHERS,
+}
 FAMILIES = [name for name, model in MODELS.items() if not model.variant]
-KINDS = {"one": ["data.batch_size=2"], "ddp": DDP, "fsdp": FSDP}
+CASES = {
+    "families": [*((model, "lora") for model in FAMILIES), ("qwen_image_edit_plus", "full")],
+    "others": [("flux_kontext", one) for one in ("every objective", "dora", *KINDS)],
+}
+WAYS = {"one": ["data.batch_size=2"], "ddp": DDP, "fsdp": FSDP}
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +36,25 @@ def even(datasets, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_with_the_doubled_batch_in_every_family(run, in_two_processes, arguments, even, tmp_path):
+@pytest.mark.parametrize("cases", CASES)
+def test_two_processes_are_one_with_the_doubled_batch_in_every_family(
+    run, in_two_processes, arguments, even, tmp_path, cases
+):
     """In a second step as well: DDP waits for each gradient of the one before."""
 
-    def overrides(kind, model, adapter):
-        common = arguments(model, tmp_path / kind / model / adapter, 2)
+    def overrides(way, model, learns):
+        common = arguments(model, tmp_path / way / model / learns, 2)
         common = [one for one in common if not one.startswith(("data.root=", "adapter."))]
         settings = ["scheduler=constant", "data.caption_dropout_rate=0", f"data.root={even[model]}", SMOOTH_ADAM]
-        return [*common, *settings, f"adapter={adapter}", *ADAPTERS[adapter], *KINDS[kind]]
+        return [*common, *settings, *LEARNS[learns], *WAYS[way]]
 
-    alone = [*((model, "lora") for model in FAMILIES), ("qwen_image_edit_plus", "full")]
-    several = [*(("ddp", *one) for one in alone), *(("fsdp", *one) for one in alone[:-1])]
-    for one in alone:
+    several = [("ddp", *one) for one in CASES[cases]]
+    several += [("fsdp", *one) for one in CASES[cases] if "full" not in one]
+    for one in CASES[cases]:
         run("train", *overrides("one", *one))
     status, text = in_two_processes([overrides(*one) for one in several])
     assert status == 0, text
-    for kind, model, adapter in several:
-        one, two = (tmp_path / each / model / adapter for each in ("one", kind))
-        (assert_close if adapter == "lora" else assert_close_models)(one, two)
+    for way, model, learns in several:
+        one, two = (tmp_path / each / model / learns for each in ("one", way))
+        (assert_close_models if learns == "full" else assert_close)(one, two)
         assert_close_losses(one, two)

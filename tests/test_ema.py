@@ -32,10 +32,11 @@ WINDOW = ["data.batch_size=2", "trainer.accumulate_grad_batches=2"]
 
 
 def test_samples_of_an_accumulation_window_count_and_resuming_is_bitwise(run, tiny, pairs, tmp_path):
-    """A checkpoint is saved in the middle of the window that the run is stopped in."""
+    """A checkpoint is saved in the middle of the window that the run is stopped in; the adapter has dropout."""
 
     def overrides(name, steps, *more):
-        return [*short(tiny, pairs, tmp_path / name, steps), *FOUR_A_STEP, *WINDOW, *more]
+        adapter = ["adapter=ortho_tlora", "adapter.dropout=0.2"]
+        return [*short(tiny, pairs, tmp_path / name, steps), *FOUR_A_STEP, *WINDOW, *adapter, *more]
 
     run("train", *overrides("whole", 3))
     run("train", *overrides("parts", 2, "save_every=2"))

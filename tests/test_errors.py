@@ -46,6 +46,7 @@ def test_lora_of_another_model(refuses, gallery, tiny, tmp_path):
         ("trainer.max_epochs=3", "Pass trainer.max_steps, 3 x samples / (data.batch_size"),
         ("ckpt_path=/nowhere.ckpt", "there is no checkpoint /nowhere.ckpt"),
         ("data.on_missing=ignore", "choose error or skip"),
+        ("data.shards=/shards", "both are set"),
         ("model.revision=v9 model.pretrained_model_name_or_path=owner/name", "huggingface.co cannot be reached"),
     ],
 )
@@ -129,10 +130,6 @@ def test_weights_of_a_full_run_are_no_lora(tmp_path):
     (tmp_path / "model" / "last").mkdir(parents=True)
     with pytest.raises(UserError, match=f"pretrained_model_name_or_path={tmp_path}/model/last"):
         find_weights(tmp_path)
-
-
-def test_shards_next_to_a_root(refuses, tmp_path):
-    refuses(f"data.shards={tmp_path}", words="both are set")
 
 
 def test_image_settings_next_to_shards():

@@ -1,20 +1,22 @@
 """Promises of every model, tested by commands: a new YAML and a tiny pipeline are covered automatically."""
 
-import json
-
 import numpy as np
+import pytest
 import safetensors.torch
 import torch
 from diffusers import DiffusionPipeline
 from hydra.utils import instantiate
-from PIL import Image
 
 from datamodules.pairs import collate_pixels
-from lightning_modules.pretrained.frozen_base import FrozenBase
+from tasks.encode import build_cache
+from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.objectives import losses
+from tests.support.pictures import pixels
 from tests.support.stock_pictures import same_request, stock_picture
-from tests.support.tiny_pipelines import MODELS, every_model, with_variants
+from tests.support.tiny_pipelines import every_model, with_variants
+
+WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
 @with_variants
@@ -40,35 +42,38 @@ def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp
             assert torch.equal(own, theirs)
 
 
+@pytest.mark.parametrize("dtype", first(1, ["float32", "bfloat16"]))
 @with_variants
 def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipeline(
-    run, arguments, repositories, datasets, tmp_path, monkeypatch, model
+    run, arguments, repositories, datasets, tmp_path, monkeypatch, model, dtype
 ):
+    """In bf16, the models' own dtype, all that the stock pipeline rounds is rounded alike."""
     settings = ["adapter.alpha=7", "adapter.target_modules=all-linear", "optimizer.lr=3e-2", "data.batch_size=2"]
-    run("train", *arguments(model, tmp_path / "run", 4, *settings))
+    run("train", *arguments(model, tmp_path / "run", 4, *settings, f"model.dtype={dtype}"))
     monkeypatch.chdir(tmp_path)
     call, request = same_request(model, datasets[model])
     run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
     (picture,) = (tmp_path / "out").glob("*.png")
     lora = tmp_path / "run" / "lora" / "last"
-    stock = stock_picture(repositories[model], lora, monkeypatch, prompt="make it snow", **call)
-    without = stock_picture(repositories[model], None, monkeypatch, prompt="make it snow", **call)
-    own = np.asarray(Image.open(picture)).astype(int)
+    assert {one.dtype for one in safetensors.torch.load_file(lora / WEIGHTS).values()} == {torch.float32}
+    stock, without = (
+        stock_picture(repositories[model], one, monkeypatch, getattr(torch, dtype), prompt="make it snow", **call)
+        for one in (lora, None)
+    )
+    own = pixels(picture)
     assert np.abs(own - (stock * 255).round().astype(int)).max() <= 1
     assert np.abs(own - without * 255).max() > 8
 
 
 @every_model
-def test_cached_training_gives_the_loss_of_pixels(run, arguments, tmp_path, model):
+def test_cached_training_gives_the_loss_of_pixels(arguments, tmp_path, model):
     """Encoded in the step, and read from shards: the same batch, with and without the caption."""
     overrides = arguments(model, tmp_path / "run", 1, "data.caption_dropout_rate=0.5")
-    run("train", *overrides)
     cfg = compose("train", *overrides)
     module, data = instantiate(cfg.model), instantiate(cfg.data)
+    build_cache(cfg, data)
     module.configure_model()
-    data.configure_for(module)
-    cache = data.cache(module)
-    data.open(cache)
+    data.open(data.cache(module))
     assert len(data.samples) == 6
     raw = instantiate(compose("train", *overrides, "data.cache_dir=null").data)
     raw.configure_for(module)
@@ -82,41 +87,3 @@ def test_cached_training_gives_the_loss_of_pixels(run, arguments, tmp_path, mode
             module.flow.caption_dropout_rate = rate
             expected = losses(module, module.encoder(pixels, ""))
             torch.testing.assert_close(losses(module, local), expected, rtol=1e-5, atol=1e-6)
-
-
-@every_model
-def test_bf16_base_trains_a_float32_adapter_and_predicts_as_the_stock_pipeline(
-    run, arguments, repositories, datasets, tmp_path, monkeypatch, model
-):
-    """The models' own dtype: everything that the stock pipeline rounds is rounded alike."""
-    overrides = [a for a in arguments(model, tmp_path / "run", 2, "optimizer.lr=1e-2") if a != "model.dtype=float32"]
-    run("train", *overrides)
-    lora = tmp_path / "run" / "lora" / "last"
-    dtypes = {t.dtype for t in safetensors.torch.load_file(lora / "pytorch_lora_weights.safetensors").values()}
-    assert dtypes == {torch.float32}
-    call, request = same_request(model, datasets[model])
-    run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", f"output_dir={tmp_path / 'out'}", *request)
-    (picture,) = (tmp_path / "out").glob("*.png")
-    stock = stock_picture(repositories[model], lora, monkeypatch, torch.bfloat16, prompt="make it snow", **call)
-    own = np.asarray(Image.open(picture)).astype(int)
-    assert np.abs(own - (stock * 255).round().astype(int)).max() <= 1
-
-
-def test_text_encoders_have_left_before_the_transformer_comes(run, repositories, tmp_path, monkeypatch):
-    loaded_before, load = [], FrozenBase.load_transformer
-
-    def watch(base):
-        loaded_before.append(set(base.components.models()))
-        return load(base)
-
-    monkeypatch.setattr(FrozenBase, "load_transformer", watch)
-    settings = [
-        "model=z_image",
-        f"model.pretrained_model_name_or_path={repositories['z_image']}",
-        "model.dtype=float32",
-    ]
-    request = ["width=32", "height=32", "prompt=[make it snow,make it rain]", "num_inference_steps=1"]
-    run("predict", *settings, *MODELS["z_image"].settings, *request, f"output_dir={tmp_path / 'out'}")
-    assert loaded_before == [set()]
-    for line in (tmp_path / "out" / "predictions.jsonl").open():
-        assert json.loads(line)["seconds"]["encode_prompt"] > 0

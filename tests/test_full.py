@@ -13,14 +13,11 @@ from lightning_modules.adapters.adapter import Training
 from tests.lightning_modules.families.test_flux import raw_batch
 from tests.support.commands import compose, short
 from tests.support.objectives import losses
+from tests.support.other_adapters import short_of
 
 FULL = ["adapter=full", "adapter.text_encoders=true", "model.max_sequence_length=16"]
+RUN = [*FULL, "data.batch_size=2", "optimizer=muon", "scheduler=constant", "data.caption_dropout_rate=0.5"]
 TRAINED = ("transformer", "text_encoder", "text_encoder_2")
-
-
-def settings(tiny, pairs, output, steps, *more):
-    common = [one for one in short(tiny, pairs, output, steps) if not one.startswith("adapter.")]
-    return [*common, *FULL, "data.batch_size=2", *more]
 
 
 def built(folder, *overrides):
@@ -43,36 +40,38 @@ def every_byte(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_resumed_full_fine_tune_is_bitwise_the_uninterrupted_one(run, tiny, pairs, tmp_path):
-    more = ["optimizer=muon", "scheduler=constant", "data.caption_dropout_rate=0.5"]
-    run("train", *settings(tiny, pairs, tmp_path / "whole", 4, *more))
-    run("train", *settings(tiny, pairs, tmp_path / "parts", 2, *more))
-    half = every_byte(tmp_path / "parts/model/last")
-    run("train", *settings(tiny, pairs, tmp_path / "parts", 4, *more, "ckpt_path=last"))
-    assert every_byte(tmp_path / "parts/model/last") == every_byte(tmp_path / "whole/model/last")
-    assert half != every_byte(tmp_path / "whole/model/last")
+@pytest.fixture
+def whole(runs):
+    """Return the pipeline that a run of four steps leaves."""
+    return runs(4, *RUN).folder / "model/last"
 
 
-def test_what_trains_is_written_and_the_rest_is_the_bases(run, tiny, pairs, tmp_path):
-    run("train", *settings(tiny, pairs, tmp_path / "run", 2, "optimizer.lr=1e-2", "scheduler=constant"))
-    written, base = weights(tmp_path / "run/model/last"), weights(tiny)
+def test_resumed_full_fine_tune_is_bitwise_the_uninterrupted_one(run, runs, copied, whole, tiny, pairs):
+    folder = copied(runs(2, *RUN))
+    half = every_byte(folder / "model/last")
+    run("train", *short_of(short(tiny, pairs, folder, 4)), *RUN, "ckpt_path=last")
+    assert every_byte(folder / "model/last") == every_byte(whole)
+    assert half != every_byte(whole)
+
+
+def test_what_trains_is_written_and_the_rest_is_the_bases(run, whole, tiny, pairs, tmp_path):
+    written, base = weights(whole), weights(tiny)
     assert written.keys() == base.keys()
     same = {name for name in base if torch.equal(written[name], base[name])}
     assert {name.partition(".")[0] for name in same} >= {"vae"}
     still = {name for name in same if name.startswith(TRAINED)}
     # Words and places that no prompt has.
     assert all("embed" in name or "shared" in name for name in still), still
-    assert every_byte(tmp_path / "run/model/last/tokenizer") == every_byte(tiny / "tokenizer")
-    state = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert every_byte(whole / "tokenizer") == every_byte(tiny / "tokenizer")
+    state = torch.load(whole.parents[1] / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     for name, tensor in state.items():
         assert torch.equal(tensor, written[name.removeprefix("text_encoders.")]), name
     # It is a base like any other.
     image = pairs / "control_images/00.png"
     asked = [f"image={image}", "prompt=mirror picture 0", "num_inference_steps=2", "seed=3"]
-    model = f"model.pretrained_model_name_or_path={tmp_path / 'run/model/last'}"
-    run("predict", model, *asked, f"output_dir={tmp_path / 'pictures'}")
+    run("predict", f"model.pretrained_model_name_or_path={whole}", *asked, f"output_dir={tmp_path / 'pictures'}")
     assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
-    FluxKontextPipeline.from_pretrained(tmp_path / "run/model/last")
+    FluxKontextPipeline.from_pretrained(whole)
 
 
 def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock, tmp_path):

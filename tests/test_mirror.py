@@ -14,7 +14,6 @@ import pytest
 from datamodules.errors import UserError
 from datamodules.files import replacing
 from runs.run_folder import RunFolder
-from runs.signals import stop
 from tasks import uploads as module
 from tasks.resolvers import work_folder
 from tasks.terminal import configure_logging
@@ -41,7 +40,7 @@ def here(folder):
 
 def test_a_fresh_machine_resumes_from_a_bucket_in_the_same_bits(bucket, run, runs, start, tiny, pairs, tmp_path):
     settings = ["save_every=1", "scheduler=constant"]
-    whole = runs(4, *settings).folder
+    whole = runs(4, *settings, "keep_checkpoints=3").folder
     command = [*short(tiny, pairs, URL, 4), *settings, "resume=auto"]
     process = start("train", *command, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 3}", cwd=tmp_path)
     kill_when(lambda: "checkpoints/step-000002.ckpt" in names(bucket), process)
@@ -60,10 +59,9 @@ def test_a_fresh_machine_resumes_from_a_bucket_in_the_same_bits(bucket, run, run
 
 
 @pytest.fixture
-def mirror(bucket, tmp_path, monkeypatch):
+def mirror(bucket, tmp_path):
     """A copy of an empty folder."""
     configure_logging()
-    monkeypatch.setattr(stop, "signal", None)  # of a command in this process
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     return Mirror(URL, folder)

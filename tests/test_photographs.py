@@ -5,8 +5,8 @@ import re
 import pytest
 from PIL import Image, ImageOps
 
-from tests.support.caches import encoded, only
-from tests.support.commands import lora_bytes, metrics, short
+from tests.support.caches import cache_overrides, only
+from tests.support.commands import lora_bytes, metrics, run_task, short
 from tests.support.pictures import photograph
 from tests.support.same_runs import assert_close, assert_close_losses, column
 
@@ -75,15 +75,12 @@ def test_streamed_is_cached_and_resumed(run, tiny, two_roots, tmp_path):
     assert lora_bytes(tmp_path / "resumed") == lora_bytes(tmp_path / "cached")
 
 
-def test_only_what_changes_is_encoded_again(run, tiny, two_roots, tmp_path):
-    def count(*settings):
-        command = ["task=cache", f"model.pretrained_model_name_or_path={tiny}", f"data.root={two_roots}/mine"]
-        more = [f"data.cache_dir={tmp_path}/cache", "trainer.accelerator=cpu", "data.num_workers=0"]
-        return encoded(run("predict", *command, *more, *settings))
-
-    assert count("data.resolution=[64,96]") == 14
-    assert count("data.resolution=96") == 0
-    assert count("data.resolution=96", "data.trigger_word=sks") == 7, "the captions are others"
+def test_only_what_changes_is_encoded_again(tiny, two_roots, tmp_path):
+    command = cache_overrides(tiny, two_roots / "mine", tmp_path / "cache")[1:]
+    assert "encoded 14 samples" in run_task("cache", *command, "data.resolution=[64,96]")
+    assert "encoded" not in run_task("cache", *command, "data.resolution=96").partition("done: ")[0]
+    text = run_task("cache", *command, "data.resolution=96", "data.trigger_word=sks")
+    assert "encoded 7 samples" in text, "the captions are others"
     captions = [row["captions"] for row in only(tmp_path / "cache").rows() if "key" in row]
     assert ["sks, invert it", "sks, negative, please", "sks, make a negative of this picture"] in captions
 

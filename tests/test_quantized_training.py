@@ -23,15 +23,6 @@ def request_of(photo):
     return lambda folder, *more: [f"lora={folder}", f"image={photo}", "prompt=x", "num_inference_steps=2", *more]
 
 
-def test_prediction_takes_the_quantization_of_the_base_from_the_lora(run, tiny, pairs, request_of, tmp_path):
-    keep = "model.quantization.modules_to_not_convert=['transformer_blocks.*',proj_out]"
-    run("train", *quantized(tiny, pairs, tmp_path / "run", 1, "nf4", "adapter=tlora", keep))
-    assert header(tmp_path / "run")["base_precision"] == "nf4"
-    outcome = run("predict", *request_of(tmp_path / "run", f"output_dir={tmp_path / 'images'}"))
-    assert "to nf4" in outcome.text
-    assert "note: " not in outcome.text
-
-
 EXPERIMENTS = {
     "precision_bf16": ("black-forest-labs/FLUX.1-Krea-dev", None, "bfloat16"),
     "precision_fp8": ("AlekseyCalvin/Flux_Kontext_Dev_fp8_scaled_diffusers", "fp8 scaled", "fp8"),

@@ -6,25 +6,25 @@ import pytest
 from PIL import Image
 
 from datamodules.edits import find_images
-from tests.support.pictures import make_pairs, photograph, pixels, records
+from tests.support.pictures import make_pairs, photograph, records
 
 
-def test_folder_glob_and_further_controls(run, trained, tmp_path):
+def test_images_of_a_folder_are_edited_each_at_its_own_size(run, trained, tmp_path):
+    """Further controls belong to an image; a name too long for its marks stays unique; components have devices."""
     folder = make_pairs(tmp_path / "in", [(32, 32), (48, 32), (40, 36)]) / "control_images"
     photograph("rocket", 32, 64).save(folder / "00_control_1.png")
-    common = [f"lora={trained}", "prompt=x", "num_inference_steps=1"]
-    run("predict", *common, f"image={folder}", f"output_dir={tmp_path / 'a'}")
-    sizes = {path.name.partition("_")[0]: Image.open(path).size for path in (tmp_path / "a").glob("*.png")}
-    assert sizes == {"00": (32, 32), "01": (48, 32), "02": (32, 32)}
-    assert [paths[0].name for paths in find_images(f"{folder}/0[12].*")] == ["01.png", "02.png"]
-
-
-def test_large_image_is_shrunk_and_components_may_be_placed_one_by_one(run, trained, tmp_path):
-    photograph("coffee", 320, 160).save(tmp_path / "large.png")
-    request = [f"lora={trained}", f"image={tmp_path / 'large.png'}", "prompt=x", "num_inference_steps=1"]
+    photograph("coffee", 320, 160).save(folder / "large.png")
+    for end in "ab":
+        photograph("rocket", 32, 32).save(folder / f"{'x' * 244}{end}.png")
+    request = [f"lora={trained}", "prompt=x", "num_inference_steps=1", "num_images_per_prompt=2", "max_area=5000"]
     devices = [f"model.devices.{name}=cpu" for name in ("transformer", "text_encoder", "vae")]
-    run("predict", *request, "max_area=5000", *devices, f"output_dir={tmp_path / 'out'}")
-    assert pixels(tmp_path / "out" / "large.png").shape == (48, 96, 3)
+    run("predict", *request, *devices, f"image={folder}", f"output_dir={tmp_path / 'out'}")
+    paths = {path.name: path for path in (tmp_path / "out").glob("*.png")}
+    assert paths.keys() == {record["file"] for record in records(tmp_path / "out")}
+    assert len(paths) == 2 * 6
+    sizes = {name.partition("_")[0][:6]: Image.open(path).size for name, path in paths.items()}
+    assert sizes == {"00": (32, 32), "01": (48, 32), "02": (32, 32), "large": (96, 48), "x" * 6: (32, 32)}
+    assert [paths[0].name for paths in find_images(f"{folder}/0[12].*")] == ["01.png", "02.png"]
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,3 @@ def test_header_of_a_file_from_elsewhere_can_call_nothing(run, tiny, trained, ph
     common = [f"image={photo}", "prompt=x", "num_inference_steps=1", f"model.pretrained_model_name_or_path={tiny}"]
     run("predict", f"lora={tmp_path / 'x.safetensors'}", *common, f"output_dir={tmp_path / 'out'}")
     assert not trap.exists()
-
-
-def test_pictures_of_long_names_are_written(run, trained, tmp_path):
-    """The marks do not fit in the name, which is still unique."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for end in "ab":
-        photograph("rocket", 32, 32).save(folder / f"{'x' * 244}{end}.png")
-    common = [f"lora={trained}", f"image={folder}", "prompt=x", "num_inference_steps=1"]
-    run("predict", *common, "num_images_per_prompt=2", f"output_dir={tmp_path / 'out'}")
-    names = {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert names == {record["file"] for record in records(tmp_path / "out")}
-    assert len(names) == 4

@@ -150,15 +150,7 @@ def test_other_changed_settings_are_noted_with_their_values_and_computed_ones_ar
     ]
 
 
-def test_other_samples_are_noted_when_a_run_is_resumed(run, gallery, copied, tiny, pairs, tmp_path):
-    root = shutil.copytree(pairs, tmp_path / "pairs")
-    for path in root.rglob("00.*"):
-        path.rename(path.with_stem("more"))
-    command = [*short(tiny, root, copied(gallery("plain")), 3), "data.val_count=2", "ckpt_path=last"]
-    assert "note: the run had 8 training samples; these 6 are not the same" in run("train", *command).text
-
-
-def test_extended_run_takes_the_new_schedule_and_accumulation_from_its_first_step(
+def test_extended_run_takes_the_new_schedule_accumulation_and_samples_from_its_first_step(
     run, runs, copied, tiny, pairs, tmp_path
 ):
     settings = ["scheduler=cosine", "optimizer.lr=0.003", "adapter.lora_plus_ratio=4"]
@@ -169,8 +161,12 @@ def test_extended_run_takes_the_new_schedule_and_accumulation_from_its_first_ste
     former = metrics(folder)[-1]["seconds"]
     table.write_text(table.read_text().replace(f",{former}\n", ",3600\n"))  # it took an hour
     counted = "+callbacks.count={_target_: tests.support.probes.CountBatches, file: " + f"{tmp_path / 'counts'}}}"
-    changed = ["trainer.accumulate_grad_batches=2", counted, "ckpt_path=last"]
-    text = run("train", *short(tiny, pairs, folder, 4), *settings, *changed).text
+    root = shutil.copytree(pairs, tmp_path / "pairs")
+    for path in root.rglob("00.*"):
+        path.rename(path.with_stem("more"))
+    changed = ["trainer.accumulate_grad_batches=2", "data.val_count=2", counted, "ckpt_path=last"]
+    text = run("train", *short(tiny, root, folder, 4), *settings, *changed).text
+    assert "note: the run had 8 training samples; these 6 are not the same" in text
     assert "was read back" not in text
     assert all(3600 < float(row["seconds"]) < 3700 for row in metrics(folder)[2:])
     rates = [float(row["lr"]) for row in metrics(folder)][2:]
@@ -274,16 +270,16 @@ def test_notes_of_changed_settings_show_no_secrets(tmp_path, monkeypatch):
 
 def test_the_same_command_starts_a_run_resumes_it_and_says_that_it_is_finished(run, runs, copied, tiny, pairs):
     settings = ["save_every=1", "scheduler=constant", "keep_checkpoints=3"]
-    folder = copied(runs(2, *settings))
-    command = [*short(tiny, pairs, folder, 3), *settings, "resume=auto"]
+    folder = copied(runs(3, *settings))
+    command = [*short(tiny, pairs, folder, 4), *settings, "resume=auto"]
     assert "nothing to do" not in run("train", *command).text
-    assert lora_bytes(folder) == lora_bytes(runs(3, *settings).folder)
-    assert [row["step"] for row in metrics(folder)] == ["1", "2", "3"]
-    kept = {"last.ckpt", "step-000001.ckpt", "step-000002.ckpt"}
+    assert lora_bytes(folder) == lora_bytes(runs(4, *settings).folder)
+    assert [row["step"] for row in metrics(folder)] == ["1", "2", "3", "4"]
+    kept = {"last.ckpt", "step-000002.ckpt", "step-000003.ckpt"}
     assert {path.name for path in (folder / "checkpoints").iterdir()} == kept
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     finished = run("train", *command)
-    assert f"nothing to do: {folder} is finished, at step 3 of trainer.max_steps=3" in finished.text
+    assert f"nothing to do: {folder} is finished, at step 4 of trainer.max_steps=4" in finished.text
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 

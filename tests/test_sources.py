@@ -27,13 +27,6 @@ def scanned(*overrides):
     return data
 
 
-def test_settings_of_a_root_name_its_columns_and_its_split(tmp_path):
-    root = FORMS["snapshot"](tmp_path / "mine")
-    columns = "{control: edited_image, target: source_image}"
-    assert len(scanned(f'data.root=[{{path: "{root}#test", columns: {columns}}}]').samples) == 1
-    assert len(scanned(f'data.root="{root}#test"').samples) == 1
-
-
 def test_settings_reach_the_source_as_hydra_gives_them(tmp_path):
     (tmp_path / "mine").mkdir()
     for name, number in (("a-raw", 0), ("a-graded", 1)):

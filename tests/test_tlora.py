@@ -1,7 +1,5 @@
 """Promises of T-LoRA for every model, tested by commands."""
 
-import csv
-
 import numpy as np
 import pytest
 import torch
@@ -44,18 +42,6 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("model", "adapter"),
-    first(1, [("flux_dev", "ortho_tlora"), ("qwen_image_edit_plus", "tlora")]),
-)
-def test_resumed_run_is_bitwise_the_uninterrupted_one(run, arguments, tmp_path, model, adapter):
-    settings = [f"adapter={adapter}", "adapter.dropout=0.2", "data.batch_size=2", "scheduler=constant"]
-    run("train", *arguments(model, tmp_path / "whole", 2, *settings))
-    run("train", *arguments(model, tmp_path / "halves", 1, *settings))
-    run("train", *arguments(model, tmp_path / "halves", 2, *settings), "ckpt_path=last")
-    assert lora_bytes(tmp_path / "halves") == lora_bytes(tmp_path / "whole")
-
-
 @pytest.mark.parametrize(("adapter", "kind"), [("ortho_tlora", "normalised"), ("tlora", "step_index")])
 @pytest.mark.slow
 def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_is(
@@ -76,18 +62,6 @@ def test_sample_pictures_have_the_ranks_of_prediction_and_leave_training_as_it_i
     [picture] = (tmp_path / "out").glob("*.png")
     strip = pixels(tmp_path / "run" / "samples" / "step-000003" / "00.png")
     assert np.array_equal(strip[:, 32:64], pixels(picture))
-
-
-def test_ranks_are_logged_and_drawn(run, tiny, pairs, tmp_path):
-    arguments = ["adapter=tlora", "adapter.rank=16", "model.timesteps.law=uniform", "trainer.accumulate_grad_batches=2"]
-    overrides = [a for a in short(tiny, pairs, tmp_path / "run", 6) if not a.startswith("adapter.rank=")]
-    text = run("train", *overrides, *arguments).text
-    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
-    ranks = [float(row["active_rank"]) for row in rows]
-    mean = sum(ranks) / len(ranks)
-    assert len(set(ranks)) > 3
-    assert f"active rank of 16: {mean:.1f} on average in training" in text
-    assert (tmp_path / "run" / "active_ranks.png").is_file()
 
 
 @pytest.mark.parametrize(("experiment", "layers"), [("tlora_single_image", 247), ("tlora_material", 171)])

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from html import unescape
 
 import pytest
@@ -80,11 +81,16 @@ def test_card_belongs_to_its_weights(gallery):
             assert result.tobytes() == read_strip(path).result.tobytes()
 
 
-def test_card_without_images_and_measurements(run, tiny, tmp_path):
+def test_card_without_images_and_measurements_on_a_copy_of_a_repository(run, tiny, tmp_path):
+    """The copy is known by its folder's name; its licence by its own card."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
     for number, caption in enumerate(("make it rain", "make it snow", "make it snow")):
         (root / f"training_images/0{number}.txt").write_text(caption)
-    run("train", *short(tiny, root, tmp_path / "run", 1), "callbacks.validation=null")
+    base = shutil.copytree(tiny, tmp_path / "FLUX.1-Kontext-dev")
+    front = "---\nlicense: other\nlicense_name: flux-1-dev\nlicense_link: LICENSE.md\n---\n# Base\n"
+    (base / "README.md").write_text(front)
+    own = ["model=flux_kontext", "model.dtype=float32", *short(base, root, tmp_path / "run", 1)]
+    run("train", *own, "callbacks.validation=null")
     folder = tmp_path / "run/lora/last"
     card = read(folder)
     assert card.data.get("widget") is None
@@ -92,6 +98,13 @@ def test_card_without_images_and_measurements(run, tiny, tmp_path):
     assert {path.suffix for path in folder.iterdir()} == {".md", ".safetensors"}
     assert card.data.instance_prompt == "make it snow"
     assert "Trained with 2 instructions, one of the most frequent is: `make it snow`" in card.text
+    known = "black-forest-labs/FLUX.1-Kontext-dev"
+    assert (card.data.base_model, card.data.base_model_relation) == (known, "adapter")
+    link = f"https://huggingface.co/{known}/blob/main/LICENSE.md"
+    assert (card.data.license, card.data.license_name, card.data.license_link) == ("other", "flux-1-dev", link)
+    assert f"[{known}](https://huggingface.co/{known})" in card.text
+    assert f"from_pretrained('{known}'" in card.text
+    assert f"flux-1-dev ([text]({link}))" in card.text
 
 
 HOSTILE = (
@@ -145,27 +158,6 @@ def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_pat
     assert "load_lora_weights('snow/best'" in best.text
     assert re.search(r"predict.py .*=snow ", last.text)
     assert re.search(r"predict.py .*=snow/best ", best.text)
-
-
-def test_folder_that_is_a_copy_of_a_repository_has_its_name_and_licence(run, tiny, pairs, tmp_path):
-    base = tmp_path / "FLUX.1-Kontext-dev"
-    base.mkdir()
-    for part in tiny.iterdir():
-        (base / part.name).symlink_to(part)
-    front = "---\nlicense: other\nlicense_name: flux-1-dev\nlicense_link: LICENSE.md\n---\n# Base\n"
-    (base / "README.md").write_text(front)
-    name = "model.pretrained_model_name_or_path="
-    own = [one for one in short(tiny, pairs, tmp_path / "run", 1) if not one.startswith(name)]
-    run("train", *own, "model=flux_kontext", "model.dtype=float32", f"{name}{base}")
-    card = read(tmp_path / "run/lora/last")
-    known = "black-forest-labs/FLUX.1-Kontext-dev"
-    assert card.data.base_model == known
-    assert card.data.base_model_relation == "adapter"
-    link = f"https://huggingface.co/{known}/blob/main/LICENSE.md"
-    assert (card.data.license, card.data.license_name, card.data.license_link) == ("other", "flux-1-dev", link)
-    assert f"[{known}](https://huggingface.co/{known})" in card.text
-    assert f"from_pretrained('{known}'" in card.text
-    assert f"flux-1-dev ([text]({link}))" in card.text
 
 
 @pytest.mark.parametrize(

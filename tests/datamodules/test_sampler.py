@@ -57,8 +57,9 @@ def test_order_changes_with_epoch_and_seed_and_with_nothing_else():
     assert order not in (sampler.epoch(4), SizeBatchSampler(MIXED, 2, seed=2).epoch(3))
 
 
-def test_a_late_start_continues_the_order():
-    settings = {"sizes": MIXED, "batch_size": 2, "seed": 5, "rank": 1, "world_size": 2}
+@pytest.mark.parametrize("batch_size", [2, {"s": 4, "m": 2, "l": 1}])
+def test_a_late_start_continues_the_order(batch_size):
+    settings = {"sizes": MIXED, "batch_size": batch_size, "seed": 5, "rank": 1, "world_size": 2}
     assert batches(12, start=30, **settings) == batches(42, **settings)[30:]
 
 

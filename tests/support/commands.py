@@ -81,16 +81,18 @@ def run_here(script: str, *overrides: str) -> Outcome:
         arguments = mock.patch.object(sys, "argv", [f"{script}.py", *map(str, overrides)])
         # Hydra would compose all settings a second time to find the mode, which no YAML sets.
         mode = mock.patch.object(Hydra, "get_mode", return_value=None)
+        from runs.signals import stop
         from tests.support.composition import known_files
 
         with environment, arguments, mode, known_files(), captured(output.name):
             try:
                 importlib.import_module(script).main()
-            except SystemExit as stop:
-                status = stop.code
+            except SystemExit as end:
+                status = end.code
             finally:
                 if torch.distributed.is_initialized():  # by a refused run; a later sweep would end at its first error
                     torch.distributed.destroy_process_group()
+                stop.signal = None  # else a task that a later test calls would stop as well
         COUNTS["refused" if status else "completed"] += 1
         return Outcome(status, output.read())
 

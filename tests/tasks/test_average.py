@@ -74,16 +74,10 @@ def test_run_is_averaged_from_its_raw_weights_for_each_length(whole, tmp_path):
         assert any(not torch.equal(tensor, raw(whole, 5)[name]) for name, tensor in found.items())
 
 
-def test_average_is_a_lora_like_any_other(run, tiny, whole, photo, tmp_path):
+def test_an_average_is_replaced_only_when_told_to(whole, tmp_path):
     folder = tmp_path / "mean"
-    run_task("average", f"lora={whole}", f"output_dir={folder}")
-    asked = [f"image={photo}", "prompt=snow", "num_inference_steps=1", f"output_dir={tmp_path / 'pictures'}"]
-    error = run("predict", f"lora={folder}", *asked, ok=False).error
-    assert f"was trained on {tiny.name}, a folder of the machine that trained it" in error
-    asked.append(f"model.pretrained_model_name_or_path={tiny}")
-    run("predict", f"lora={folder}", *asked)
-    assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
     again = ["average", f"lora={whole}", f"output_dir={folder}"]
+    run_task(*again)
     with pytest.raises(UserError, match=f"{folder / FILE} exists"):
         run_task(*again)
     run_task(*again, "overwrite=true")
@@ -130,7 +124,3 @@ def test_files_of_no_one_run_are_refused(learned, whole, tmp_path):
         with pytest.raises(UserError, match=re.escape(words)):
             run_task("average", f"lora={given}", f"output_dir={tmp_path / 'out'}")
         assert not list((tmp_path / "out").iterdir())
-
-
-def test_an_average_of_another_length_is_refused(refuses, whole):
-    refuses("task=average", f"lora={whole}", "average.relative_std=0.3", words="to 0.28", script="predict")

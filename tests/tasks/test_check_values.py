@@ -43,6 +43,8 @@ SCALE = "must be a number or null or a list of them or a mapping {PATTERN:NUMBER
         ("predict", "seed", ["[]", f"{10**23}"], f"must be {SEED} or a list of them"),
         ("predict", "height", ["abc", "40"], "must be a whole number, a multiple of 16, from 16 on or null"),
         ("predict", "lora_scale", ["[1,nan]", "{}", "{a.*:much}", "{a.*:true}", "{a.*:???}", "{a.*:[1,2]}"], SCALE),
+        ("predict", "lora_scale", ["[{*:0.5},{*:1}]"], SCALE),
+        ("predict", "average.relative_std", ["0.3"], "must be a number above 0 to 0.28 or a list of them"),
     ],
 )
 def test_a_value_out_of_its_range_is_named(composed, script, key, values, rule):

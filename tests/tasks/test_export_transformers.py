@@ -6,7 +6,7 @@ import safetensors.torch
 import torch
 from hydra.utils import instantiate
 
-from tests.support.commands import compose, run_task, short
+from tests.support.commands import compose, run_task
 from tests.support.pictures import pixels
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -48,11 +48,9 @@ def test_a_merge_is_fused(learned, tiny, tmp_path):
     torch.testing.assert_close(after - before, 0.75 * update, rtol=1e-4, atol=1e-6)
 
 
-def test_what_full_fine_tuning_learned_becomes_a_lora(run, tiny, pairs, tmp_path):
+def test_what_full_fine_tuning_learned_becomes_a_lora(runs, tiny, tmp_path):
     """At full rank it is the difference of the weights; biases and norms are named."""
-    short_run = [one for one in short(tiny, pairs, tmp_path / "run", 1) if "adapter.rank" not in one]
-    run("train", *short_run, "adapter=full", "optimizer.lr=1e-3", "scheduler=constant")
-    tuned = tmp_path / "run" / "model" / "last"
+    tuned = runs(1, "adapter=full", "optimizer.lr=1e-3", "scheduler=constant").folder / "model" / "last"
     text = run_task("export", f"extract={tuned}", "rank=64", *kontext(tiny), f"output_dir={tmp_path / 'lora'}")
     assert "rank 64 lacks " in text
     assert "note: a LoRA cannot hold what else differs, biases and norms: " in text

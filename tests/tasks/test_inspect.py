@@ -6,6 +6,7 @@ import hashlib
 import pytest
 from PIL import Image
 
+from tests.support.commands import run_task
 from tests.support.faults import picture, save_faults
 
 
@@ -21,14 +22,14 @@ def findings(output):
 
 
 @pytest.fixture
-def inspect(run, tiny, tmp_path):
-    """Run predict.py on a root; returns what it printed and its folder."""
+def inspect(tiny, tmp_path):
+    """Run the task on a root; returns what it printed and its folder."""
 
     def inspect(root, *overrides):
         output = tmp_path / "inspect"
         settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "data.resolution=512"]
         folders = [f"data.root={root}", f"output_dir={output}", f"data.cache_dir={tmp_path / 'cache'}"]
-        return run("predict", "task=inspect", *settings, *folders, *overrides).text, output
+        return run_task("inspect", *settings, *folders, *overrides), output
 
     return inspect
 
@@ -55,7 +56,7 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert Image.open(output / "inspect.png").width > 1000
 
 
-def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path):
+def test_pictures_without_controls_are_inspected_too(repositories, tmp_path):
     root, output = tmp_path / "pictures", tmp_path / "output"
     root.mkdir()
     for name, photo in (("one", "coffee"), ("again", "coffee"), ("other", "rocket")):
@@ -63,8 +64,8 @@ def test_pictures_without_controls_are_inspected_too(run, repositories, tmp_path
         (root / f"{name}.txt").write_text(f"a picture called {name}")
     model = ["model=flux_dev", f"model.pretrained_model_name_or_path={repositories['flux_dev']}", "data=captions"]
     settings = [*model, f"data.root={root}", "data.resolution=512", f"output_dir={output}"]
-    assert "1 finding in 3 samples: 1 duplicate" in run("predict", "task=inspect", *settings).text
+    assert "1 finding in 3 samples: 1 duplicate" in run_task("inspect", *settings)
     (root / "again.png").unlink()
     (root / "again.txt").unlink()
-    assert "nothing found in 2 samples" in run("predict", "task=inspect", *settings).text
-    assert not output.exists(), "what was found before is not left there"
+    assert "nothing found in 2 samples" in run_task("inspect", *settings)
+    assert not list(output.iterdir()), "what was found before is not left there"

@@ -72,6 +72,9 @@ def test_a_run_is_described_by_its_header_and_its_weights(info, trained):
     assert rows["dtype"] == ["F32"]
     assert rows["adapter.alpha"] == ["8"]
     assert rows["step"] == ["8"]
+    assert rows["base"] == ["flux_kontext"]
+    assert rows["base_precision"] == ["float32"]
+    assert rows["adapter.target_modules"][0].startswith("['attn.to_k', 'attn.to_q', 'attn.to")
     assert number(rows["norm"][0]) == pytest.approx(sum(one**2 for one in products.values()) ** 0.5, rel=1e-3)
     assert rows["T-LoRA"] == ["no"]
 

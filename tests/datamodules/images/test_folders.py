@@ -31,6 +31,10 @@ def found_in(root, **settings):
     return find_samples([Root(root, **settings)])
 
 
+def captioned_in(*roots, instance=None):
+    return find_captioned([Root(root) for root in roots], instance)
+
+
 def incomplete(root, **settings):
     """The lines about incomplete samples, without the root and the list of formats."""
     lines = found_in(root, **settings).incomplete
@@ -155,12 +159,6 @@ def test_names_of_any_bytes_and_roots_listed_twice_have_keys_of_their_own(tmp_pa
     assert len({sample.key for sample in find_samples([Root(tmp_path), Root(tmp_path)]).samples}) == 6
 
 
-def test_two_images_of_one_name_are_refused(tmp_path):
-    write(make_pairs(tmp_path, [(32, 32)]), "control_images/00.jpg")
-    with pytest.raises(UserError, match="two images of one name"):
-        found_in(tmp_path)
-
-
 # Pairs in one folder.
 
 
@@ -217,11 +215,6 @@ def test_incomplete_pairs_in_one_folder(tmp_path):
     ]
 
 
-def test_images_that_are_no_pairs_are_refused(tmp_path):
-    with pytest.raises(UserError, match="images, but no condition images"):
-        found_in(write(tmp_path, "weekend.png", "kick_start.png", "a.png", "a.txt"))
-
-
 @pytest.mark.parametrize("ends", [("", "_after"), ("_before", "")])
 def test_one_ending_may_be_empty(tmp_path, ends):
     control, target = ends
@@ -253,7 +246,7 @@ def album(tmp_path):
 
 @pytest.mark.parametrize("instance", [None, "a photo of sks cup"])
 def test_images_have_the_caption_next_to_them_or_the_instance_prompt(album, instance):
-    found = find_captioned([Root(album)], instance)
+    found = captioned_in(album, instance=instance)
     prompts = [("a", "a cup of coffee"), ("b", instance or ""), ("c", instance or "")]
     assert [(sample.key, *sample.prompts) for sample in found.samples] == prompts
     assert [sample.mask for sample in found.samples] == [None, None, album / "c_mask.png"]
@@ -265,33 +258,25 @@ def test_images_below_belong_to_it_but_not_hidden_ones_and_links_are_read_once(a
     other = write(tmp_path / "other", "d.png")
     (other / "back").symlink_to(album)
     (album / "linked").symlink_to(other)
-    keys = ["a", "b", "c", "linked/d", "more/deep/a"]
-    assert [sample.key for sample in find_captioned([Root(album)], None).samples] == keys
-    assert len({sample.key for sample in find_captioned([Root(album), Root(other)], None).samples}) == 10
-
-
-def test_image_folder_with_captions_in_a_table_further_down(tmp_path):
-    write(tmp_path, "train/a.png")
-    (tmp_path / "train" / "metadata.csv").write_text("file_name,text\na.png,a cup\n")
-    with pytest.raises(UserError, match=r"train has a table of its own\. Name that folder as data\.root"):
-        find_captioned([Root(tmp_path)], None)
+    assert [sample.key for sample in captioned_in(album).samples] == ["a", "b", "c", "linked/d", "more/deep/a"]
+    assert len({sample.key for sample in captioned_in(album, other).samples}) == 10
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("find", "names", "message"),
     [
-        (None, "no such folder"),
-        ([], r"no images \(.bmp"),
-        (["training_images/a.png", "control_images/a.png"], "is a set of pairs"),
+        (found_in, ["training_images/a.png", "control_images/a.png", "control_images/a.jpg"], "two images of one name"),
+        (found_in, ["weekend.png", "kick_start.png", "a.png", "a.txt"], "images, but no condition images"),
+        (captioned_in, [], "no such folder"),
+        (captioned_in, ["notes.md"], r"no images \(.bmp"),
+        (captioned_in, ["training_images/a.png", "control_images/a.png"], "is a set of pairs"),
+        (captioned_in, ["train/a.png", "train/metadata.csv"], r"train has a table of its own\. Name that folder as"),
     ],
 )
-def test_folders_without_captioned_images_are_refused(tmp_path, names, message):
-    root = tmp_path / "x"
-    if names is not None:
-        root.mkdir()
-        write(root, *names)
+def test_folders_without_what_is_looked_for_are_refused(tmp_path, find, names, message):
+    write(tmp_path / "x", *names)
     with pytest.raises(UserError, match=message):
-        find_captioned([Root(root)], None)
+        find(tmp_path / "x")
 
 
 # Captions.
@@ -381,7 +366,7 @@ def test_captions_have_several_suffixes_in_any_case(tmp_path, suffix):
     (root / "training_images" / f"00{suffix}").write_text('"a cup"' if suffix == ".JSON" else "a cup")
     [sample] = found_in(root).samples
     assert (sample.prompts, sample.caption_file.name) == (("a cup",), f"00{suffix}")
-    assert find_captioned([Root(root / "training_images")], None).samples[0].prompts == ("a cup",)
+    assert captioned_in(root / "training_images").samples[0].prompts == ("a cup",)
 
 
 def test_missing_and_unreadable_captions_are_named(tmp_path):

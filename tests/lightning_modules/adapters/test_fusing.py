@@ -13,7 +13,7 @@ from datamodules.errors import UserError
 from lightning_modules.adapters.fusing import extract, write_fused
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.pretrained.transformer import transformer_weights
-from tests.support.commands import compose
+from tests.support.commands import compose, run_task
 from tests.support.lora_files import random_delta
 
 CPU = torch.device("cpu")
@@ -95,9 +95,9 @@ def relative(one, other):
 
 
 @pytest.mark.parametrize(("format", "most"), [("fp8", 0.04), ("nf4", 0.15)])
-def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(run, tiny, tmp_path, format, most):
+def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(tiny, tmp_path, format, most):
     settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", *quantized(format)]
-    run("predict", "task=quantize", *settings, f"output_dir={tmp_path / 'base'}")
+    run_task("quantize", *settings, f"output_dir={tmp_path / 'base'}")
     source = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'base'}", dtype="bfloat16")
     before = source.load(CPU)
     updates = updates_of(source.meta)

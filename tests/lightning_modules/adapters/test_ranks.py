@@ -92,6 +92,7 @@ def test_a_layer_that_others_names_end_with_is_adapted_alone(tiny):
         ("adapter.rank_pattern={nothing:2}", "adapter.rank_pattern={nothing:2} matches no layer"),
         ("adapter.alpha_pattern={*.to_x:2}", "It has transformer_blocks.*, single_transformer_blocks.*"),
         ("adapter.lr_pattern={blocks:2}", "adapter.lr_pattern={blocks:2} matches no layer"),
+        ("adapter.rank=1000000", "adapter.rank=1000000: "),
         ("adapter.rank_pattern={*.to_q:640}", "adapter.rank_pattern: 640: the layers with this rank allow at most "),
         ("adapter=tlora adapter.rank_pattern={*:2}", "a T-LoRA's schedule has one rank"),
         ("optimizer=prodigy adapter.lora_plus_ratio=4", "Prodigy finds one learning rate"),

@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from torch._dynamo.utils import counters
 
 from lightning_modules.execution import blocks as execution
+from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs
 from tests.support.steps import assert_same, made, step, with_a_block_of_each_kind
@@ -24,10 +25,13 @@ def exactly(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_compiled_blocks_give_the_same_bits(tiny, exactly):
-    plain = step(with_a_block_of_each_kind(made(tiny, "tlora", "fp8")))
+@pytest.mark.parametrize(
+    ("adapter", "base"), first(1, [("tlora", "fp8"), ("loha", "nf4"), ("oft", "fp8"), ("dora", "fp8")])
+)
+def test_compiled_blocks_give_the_same_bits(tiny, exactly, adapter, base):
+    plain = step(with_a_block_of_each_kind(made(tiny, adapter, base)))
     compiled = ["model.compile=true", "model.gradient_checkpointing=selective"]
-    module = with_a_block_of_each_kind(made(tiny, "tlora", "fp8", *compiled))
+    module = with_a_block_of_each_kind(made(tiny, adapter, base, *compiled))
     assert_same(step(module), plain)
     assert counters["stats"]["unique_graphs"] > 0
 

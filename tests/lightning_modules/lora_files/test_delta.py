@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_modules.lora_files.delta import LowRank, best_of_rank, relative_change, squared_difference, weighted_sum
+from lightning_modules.lora_files.delta import LowRank, relative_change, squared_difference, weighted_sum
 from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_symmetric
 from tests.support.lora_files import dense
 
@@ -105,18 +105,6 @@ def test_low_rank_updates_are_reduced_exactly_and_without_a_matrix():
     assert dense(zero.reduced(2)).abs().max() == 0
     with pytest.raises(ValueError, match="no LoRA is close to a rotation"):
         DELTAS["rotation"].reduced(5)
-
-
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
-@pytest.mark.parametrize("rank", [1, 5, 40])
-def test_best_of_a_rank_is_the_truncated_svd(shape, rank):
-    matrix = numbers(*shape)
-    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    delta, lost = best_of_rank(matrix, rank)
-    assert delta.rank == min(rank, *shape)
-    torch.testing.assert_close(delta.matrix(), ((u * s)[:, :rank] @ vh[:rank]).float(), rtol=1e-5, atol=1e-5)
-    assert lost == pytest.approx(float(s[rank:].square().sum()), rel=1e-9, abs=1e-10)
-    torch.testing.assert_close(delta.down.norm(dim=1), delta.up.norm(dim=0), rtol=1e-4, atol=1e-6)
 
 
 def test_loras_of_other_layers_and_ranks_are_summed_exactly():

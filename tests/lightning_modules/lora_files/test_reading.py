@@ -107,16 +107,6 @@ def test_one_short_line_says_what_is_wrong(names, tmp_path, name):
     assert str(raised.value).isprintable()
 
 
-def test_both_commands_say_so_before_they_start(refuses, tiny, photo, tmp_path):
-    content, message = FILES["another model's"]
-    (tmp_path / "x.safetensors").write_bytes(content)
-    refuses(f"adapter.init_from={tmp_path / 'x.safetensors'}", "adapter.rank=2", "adapter.target_modules=[attn.to_q]",
-            words=message)  # fmt: skip
-    request = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", f"image={photo}", "prompt=x"]
-    request.append(f"lora={tmp_path / 'x.safetensors'}")
-    refuses(*request, words=message, script="predict")
-
-
 def test_half_precision_is_of_the_file_alone(runs):
     folder = runs(1, "export.dtype=bfloat16", "adapter.alpha=8").folder
     state = safetensors.torch.load_file(folder / "lora/last/pytorch_lora_weights.safetensors")
