@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
-from hydra.utils import instantiate
 from PIL import Image
 from torch import Tensor
 
 from datamodules.batch import RawBatch
 from datamodules.images.decoding import size_of_area, to_tensor
 from lightning_modules import flow
-from tests.support.commands import compose
 from tests.support.pictures import photograph
 from tests.support.same_adapters import adapt_like, stock_shift
+from tests.support.steps import family
 from tests.support.stock_pictures import shrink_condition_images
-from tests.support.tiny_adapters import learn
 
 # Pixels of condition images for the autoencoder and for the text encoder.
 VAE, CONDITION = 128 * 64, 64 * 64
@@ -53,12 +51,7 @@ class Reference:
 
     def build(self, repository, *overrides):
         """Return the family's module; both halves of its adapter are random, alpha differs from rank."""
-        path = f"model.pretrained_model_name_or_path={repository}"
-        given = [path, "model.dtype=float32", "adapter.rank=4", "adapter.alpha=6", *self.settings, *overrides]
-        module = instantiate(compose("train", f"model={self.name}", *given).model, _convert_="all")
-        module.configure_model()
-        learn(module)
-        return module
+        return family(repository, self.name, "adapter.alpha=6", *self.settings, *overrides)
 
     def stock(self, repository, monkeypatch, **how):
         """Return the pipeline as diffusers loads it, which resizes condition images to fewer pixels, to save time."""

@@ -70,9 +70,9 @@ def inputs(module, samples=2, width=12, text=None):
     return x_t, torch.linspace(0.2, 0.7, samples), controls, prompt
 
 
-def family(repositories, model, *more):
+def family(repository, model, *more):
     """Build a family's module in float32 with an adapter on every layer."""
-    path = f"model.pretrained_model_name_or_path={repositories[model]}"
+    path = f"model.pretrained_model_name_or_path={repository}"
     settings = [path, "model.dtype=float32", "adapter.rank=4", "adapter.target_modules=all-linear", *more]
     module = instantiate(compose("train", f"model={model}", *settings).model, _convert_="all")
     module.configure_model()

@@ -14,7 +14,7 @@ from tests.support.tiny_pipelines import every_model
 @every_model
 def test_counts_are_those_of_a_step(repositories, model):
     """Attention in a step computes as products, which torch's counter knows."""
-    module = family(repositories, model, "model.gradient_checkpointing=none")
+    module = family(repositories[model], model, "model.gradient_checkpointing=none")
     arguments = inputs(module, samples=1, width=16, text=32)  # 32 tokens each, which nobody pads
     x_t, _, controls, prompt = arguments
     prompt.pop("prompt_embeds_mask", None)
@@ -29,7 +29,7 @@ def test_counts_are_those_of_a_step(repositories, model):
 
 
 def test_work_of_other_sizes_is_in_proportion_to_their_tokens(repositories):
-    module = family(repositories, "flux_kontext")
+    module = family(repositories["flux_kontext"], "flux_kontext")
     large, small = [(((side, side), (side, side)), ()) for side in (256, 128)]
     found = [sample_flops(module.execution, Passes(), "full", kinds) for kinds in ([large], [small, large])]
     batches = [empty_latents(module, module.base, kind, 1, CAPTION) for kind in (large, small)]

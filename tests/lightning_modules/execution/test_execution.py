@@ -25,7 +25,7 @@ from tests.support.tiny_pipelines import every_model
     ],
 )
 def test_every_position_of_the_dial_gives_the_same_bits(repositories, model, settings):
-    module = family(repositories, model, "model.gradient_checkpointing=none", *settings)
+    module = family(repositories[model], model, "model.gradient_checkpointing=none", *settings)
     plain = step(module)
     for position in (*POLICIES, "every_3"):
         set_checkpointing(module.transformer, position, module.adapter.bind_rank_mask)
@@ -35,7 +35,7 @@ def test_every_position_of_the_dial_gives_the_same_bits(repositories, model, set
 @every_model
 def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repositories, model):
     """They agree up to rounding, since matrix products of other shapes add in another order."""
-    module = family(repositories, model, "adapter.target_modules=all-linear")
+    module = family(repositories[model], model, "adapter.target_modules=all-linear")
     last = list(blocks(module.transformer).values())[-1]
     if module.last_block is None:
         pytest.skip("this family's computes all tokens")

@@ -12,8 +12,6 @@ from tests.support.objectives import gradients, latent_batch
 from tests.support.steps import assert_same, made, with_a_block_of_each_kind
 from tests.support.tiny_adapters import batch, build, export, learn
 
-PRESERVE = ["objective.preserve.outside=0.5", "objective.preserve.prompts=[sharper]", "objective.preserve.weight=3"]
-
 
 def bare(module):
     """Return the module's transformer without an adapter."""
@@ -100,27 +98,42 @@ EXECUTIONS = {
 }
 
 
+OBJECTIVES = {
+    "preserve": [
+        "objective.preserve.outside=0.5",
+        "objective.preserve.prompts=[sharper]",
+        "objective.preserve.weight=3",
+        "objective.contrastive_guidance=3",
+    ],
+    "dpo": ["objective=dpo", "objective.beta=20"],
+    "slider": ["objective=slider", "objective.preserve.outside=0.5"],
+}
+
+
 @pytest.mark.parametrize(
-    ("adapter", "base", "execution"),
+    ("objective", "adapter", "base", "execution"),
     first(
-        2,
+        4,
         [
-            ("tlora", "float32", "full"),
-            ("lora", "fp8", "selective"),
-            ("tlora", "nf4", "blocks"),
-            ("lora", "bf16", "activations"),
-            ("tlora", "fp8", "both"),
-            ("lora", "nf4", "every_2"),
+            ("preserve", "tlora", "float32", "full"),
+            ("preserve", "lora", "fp8", "selective"),
+            ("dpo", "tlora", "float32", "selective"),
+            ("slider", "tlora", "float32", "every_2"),
+            ("preserve", "tlora", "nf4", "blocks"),
+            ("preserve", "lora", "bf16", "activations"),
+            ("preserve", "tlora", "fp8", "both"),
+            ("preserve", "lora", "nf4", "every_2"),
+            ("dpo", "lora", "float32", "full"),
+            ("slider", "ortho_tlora", "float32", "full"),
         ],
     ),
 )
-def test_however_it_is_executed_a_step_is_bitwise_the_same(tiny, adapter, base, execution):
+def test_however_it_is_executed_a_step_is_bitwise_the_same(tiny, objective, adapter, base, execution):
     """The base's forward pass runs between a forward pass and its backward pass, which recomputes blocks."""
-    more = [*PRESERVE, "objective.contrastive_guidance=3"]
-    plain = made(tiny, adapter, base, *more)
-    other = made(tiny, adapter, base, *more, *EXECUTIONS[execution])
+    plain = made(tiny, adapter, base, *OBJECTIVES[objective])
+    other = made(tiny, adapter, base, *OBJECTIVES[objective], *EXECUTIONS[execution])
     for masked in (False, True):
-        latents = latent_batch([3, 4], masked=masked)
+        latents = latent_batch(range(4), rejected=True, masked=masked)
         with autocast(plain):
             assert_same(gradients(other, latents), gradients(plain, latents))
 
@@ -130,9 +143,10 @@ def test_compiled_blocks_have_their_graphs_after_one_step(tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    more = [*PRESERVE, "objective.contrastive_guidance=3"]
-    plain = with_a_block_of_each_kind(made(tiny, "tlora", "float32", *more))
-    module = with_a_block_of_each_kind(made(tiny, "tlora", "float32", *more, "model.compile=true"))
+    plain, module = (
+        with_a_block_of_each_kind(made(tiny, "tlora", "float32", *OBJECTIVES["preserve"], *more))
+        for more in ([], ["model.compile=true"])
+    )
     graphs = []
     for number in range(4):
         latents = latent_batch([2 * number, 2 * number + 1], masked=number % 2 == 0)
