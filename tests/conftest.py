@@ -160,12 +160,6 @@ def run():
     return run
 
 
-@pytest.fixture(scope="session")
-def learned(gallery):
-    """Return, by adapter=, folders of runs whose weights visibly change images, with alpha unlike the rank."""
-    return lambda adapter: gallery(adapter).folder
-
-
 @pytest.fixture
 def start():
     """Start train.py or predict.py as a process of its own, in a session of its own."""
@@ -237,9 +231,9 @@ def mixed(tmp_path):
 
 
 @pytest.fixture
-def trained(learned):
+def trained(gallery):
     """Return the folder of a run whose LoRA visibly changes images."""
-    return learned("lora")
+    return gallery("lora").folder
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ def scale_by_hand(stock):
 
 
 @pytest.mark.parametrize("adapters", [["tlora", "lora"], ["dora"]])
-def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(run, stock, learned, photo, tmp_path, adapters):
-    folders = [learned(adapter) / "lora" / "last" for adapter in adapters]
+def test_layers_are_scaled_as_by_hand_in_the_stock_pipeline(run, stock, gallery, photo, tmp_path, adapters):
+    folders = [gallery(adapter).folder / "lora" / "last" for adapter in adapters]
     lora, weights = f"lora=[{','.join(map(str, folders))}]", [1.0, 0.6][: len(adapters)]
     request = [f"image={photo}", "prompt=make it snow", f"num_inference_steps={STEPS}", f"output_dir={tmp_path}"]
     run("predict", *request, lora, SCALES, f"lora_weights={weights}")

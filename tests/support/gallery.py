@@ -107,7 +107,7 @@ class Gallery:
         self.runs = runs
 
     def __call__(self, name: str) -> Past:
-        """Return a run: plain, shown, or an adapter's name for one whose weights visibly change images."""
+        """Return a run: plain, shown, or by adapter one that visibly changes images, with alpha unlike the rank."""
         if name == "plain":
             return self.runs(2)
         if name == "shown":

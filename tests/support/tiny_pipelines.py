@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -117,10 +118,6 @@ def build_pipeline(folder: Path, seed: int, heads: int = 4) -> None:
             ),
         )
     pipeline.save_pretrained(folder)
-
-
-def build_kontext(folder: Path) -> None:
-    build_pipeline(folder, seed=1)
 
 
 def build_flux_dev(folder: Path) -> None:
@@ -287,7 +284,7 @@ FLUX2: dict[str, Any] = {
 # By the names of their YAMLs
 MODELS = {
     "flux_kontext": Tiny(
-        build_kontext,
+        partial(build_pipeline, seed=1),
         settings=FLUX["settings"],
         guidance=FLUX["guidance"],
         call={**FLUX["call"], "_auto_resize": False, "max_area": AREA},

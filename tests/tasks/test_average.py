@@ -103,7 +103,7 @@ def test_equal_files_give_themselves(whole, tmp_path):
     assert all(torch.equal(tensor, tensors(source)[0][name]) for name, tensor in found.items())
 
 
-def test_files_of_no_one_run_are_refused(learned, whole, tmp_path):
+def test_files_of_no_one_run_are_refused(gallery, whole, tmp_path):
     step = whole / "lora" / "step-000003-raw"
 
     def other(name, change, edit=lambda found: found):
@@ -116,7 +116,7 @@ def test_files_of_no_one_run_are_refused(learned, whole, tmp_path):
         str(step): "give a run with several LoRA files",
         f"[{step},{step}]": "are both of step 3",
         f"[{step},{whole / 'lora' / 'step-000004'}]": "an EMA of the weights is False and True",
-        f"[{step},{learned('lora')}]": "are not of one run: ",
+        f"[{step},{gallery('lora').folder}]": "are not of one run: ",
         f"[{step},{averaged}]": "was not saved by a training run",
         f"[{step},{rank}]": "rank is 4 and 8",
         f"[{step},{layers}]": "are not of one run: transformer.",

@@ -45,9 +45,9 @@ def test_first_components_are_what_the_mask_leaves(tiny, adapter):
 
 
 @pytest.mark.parametrize(("adapter", "rank"), [("tlora", 2), ("ortho_tlora", 4)])
-def test_a_constant_rank_is_the_first_components_as_a_lora(learned, names, tmp_path, adapter, rank):
+def test_a_constant_rank_is_the_first_components_as_a_lora(gallery, names, tmp_path, adapter, rank):
     """A component of an orthogonal T-LoRA has two rows."""
-    lora = learned(adapter)
+    lora = gallery(adapter).folder
     run_task("export", f"lora={lora}", "rank=2", f"output_dir={tmp_path}")
     [path] = tmp_path.glob("*.safetensors")
     facts = LoRAFile(path).adapter
@@ -56,8 +56,8 @@ def test_a_constant_rank_is_the_first_components_as_a_lora(learned, names, tmp_p
     assert relative(expected, read(path, names)) < 1e-6
 
 
-def test_the_rank_must_be_chosen_and_t_loras_are_not_added_up(refuses, learned):
-    one, other = learned("tlora"), learned("lora")
+def test_the_rank_must_be_chosen_and_t_loras_are_not_added_up(refuses, gallery):
+    one, other = gallery("tlora").folder, gallery("lora").folder
     proposed = "Pass rank=N, from 1, its rank at noise, to 4, the rank in programs that do not follow the schedule"
     for given in ([], ["rank=5"]):
         refuses("task=export", f"lora={one}", *given, words=proposed, script="predict")

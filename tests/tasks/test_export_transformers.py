@@ -35,8 +35,8 @@ def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, 
     assert np.abs(with_lora - alone).max() > 10
 
 
-def test_a_merge_is_fused(learned, tiny, tmp_path):
-    lora = learned("lora")
+def test_a_merge_is_fused(gallery, tiny, tmp_path):
+    lora = gallery("lora").folder
     merge = [f"merge=[{lora},{lora}]", "merge_weights=[0.5,0.25]", "fuse=true"]
     run_task("export", *merge, f"output_dir={tmp_path / 'sum'}")
     layer = "transformer_blocks.0.attn.to_q"

@@ -80,8 +80,8 @@ def test_a_run_is_described_by_its_header_and_its_weights(info, trained):
 
 
 @pytest.mark.parametrize(("adapter", "width"), [("tlora", 1), ("ortho_tlora", 2)])
-def test_a_t_loras_schedule_is_said(info, learned, adapter, width):
-    rows, _ = info(learned(adapter))
+def test_a_t_loras_schedule_is_said(info, gallery, adapter, width):
+    rows, _ = info(gallery(adapter).folder)
     assert {"kind timestep", "min_rank 1", "rank 4", f"width {width}"} <= set(rows["T-LoRA"][0].split(", "))
 
 

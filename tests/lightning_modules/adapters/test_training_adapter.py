@@ -164,7 +164,7 @@ def test_a_file_or_a_repository_of_the_hub(file, tmp_path, monkeypatch):
     assert "owner/other is not a folder here and huggingface.co cannot be reached" in unreachable
 
 
-def test_what_it_is_incompatible_with_is_refused(learned, gallery, tiny, file, tmp_path):
+def test_what_it_is_incompatible_with_is_refused(gallery, tiny, file, tmp_path):
     names = layer_names("flux_kontext", build(tiny, "lora").base.source.meta)
     write(tmp_path / WEIGHTS, random_updates(names, "to_q", dora=True), {})
     other = tmp_path / "other.safetensors"
@@ -172,7 +172,7 @@ def test_what_it_is_incompatible_with_is_refused(learned, gallery, tiny, file, t
     for training_adapter, adapter, words in (
         (tmp_path / WEIGHTS, "lora", "a LoRA, LoKr or LoHa is needed, not DoRA"),
         (gallery("oft").folder, "lora", "a LoRA, LoKr or LoHa is needed, not OFT"),
-        (learned("tlora"), "lora", "its rank follows the timestep"),
+        (gallery("tlora").folder, "lora", "its rank follows the timestep"),
         (other, "lora", f"the LoRA {other} does not fit {tiny}"),
         ("[a,b]", "lora", "name one LoRA"),
         (file, "full", "with adapter=full all weights would learn"),
