@@ -139,7 +139,7 @@ def _describe(data: PairsDataModule) -> dict[str, Any]:
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
     thumbs = [
         {"pictures": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": raw.prompts[0]}
-        for raw in data.pixels(data.preview_count)
+        for raw in data.pixels(slice(data.preview_count))
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]
     return {"data_lines": lines, "thumbs": thumbs}

@@ -166,7 +166,7 @@ class SampleImages(L.Callback):
 
         shown = []
         mine = share(trainer, count)
-        pixels = data.pixels_one_by_one(mine)
+        pixels = data.pixels(mine)
         # A cache contains the conditioning of the empty prompt only.
         as_pixels = negative and data.views
         for batch in pixels if as_pixels else data.one_by_one(mine, empty_prompt=negative is not None):

@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self, cast
 
 import lightning.pytorch as L
 
-from datamodules.batch import PromptRequest
+from datamodules.batch import Geometry, PromptRequest
 from datamodules.images.windows import ConditionImages
 
 # A prompt and its condition images' (width, height) -> the shape of each tensor of its conditioning.
@@ -43,29 +43,6 @@ class Fingerprinted(Protocol):
         """
 
 
-class ImageGeometry(Protocol):
-    """The images of a model's pipeline.
-
-    Attributes:
-        side_multiple: a divisor of both sides.
-        preferred_sizes: the (width, height) that it resizes an image to; empty if it takes any.
-        resolution: side of a square image.
-        text: the name of the prompt tensor (L, ...) that has a row for each text token.
-    """
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def side_multiple(self) -> int: ...
-
-    @property
-    def preferred_sizes(self) -> tuple[tuple[int, int], ...]: ...
-
-    @property
-    def resolution(self) -> int: ...
-
-
 class Model(Protocol):
     """The part of the model that the data depends on; `objective` is None outside of training."""
 
@@ -82,7 +59,7 @@ class Model(Protocol):
     def condition_images(self) -> ConditionImages: ...
 
     @property
-    def geometry(self) -> ImageGeometry: ...
+    def geometry(self) -> Geometry: ...
 
 
 def model_of(trainer: L.Trainer) -> Model:

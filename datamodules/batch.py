@@ -123,6 +123,43 @@ class LatentBatch(Batch):
     rejected_std: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of images, latents and a transformer's tokens.
+
+    Attributes:
+        patch: side of a token's patch of the latent.
+        packed: whether the transformer takes tokens; else it takes latents.
+        text: name of the prompt tensor (B, L, ...) with one row for each text token.
+        side_multiple: divisor of width and height of an image whose size can be chosen.
+        resolution: side of a square image.
+    """
+
+    patch: int = 2
+    packed: bool = True
+    text: str = "prompt_embeds"
+    side_multiple: int = 16
+    resolution: int = 1024
+
+    def channels(self, config: Mapping[str, Any]) -> int:
+        """Return the channels of a latent, from the transformer's config."""
+        return config["in_channels"] // (self.patch**2 if self.packed else 1)
+
+    def image_tokens(self, size: Sequence[int]) -> int:
+        """Count the tokens of a latent (..., height, width)."""
+        return size[-2] * size[-1] // self.patch**2
+
+    def target_tokens(self, batch: LatentBatch) -> int:
+        """Count the target's tokens of one sample of a batch."""
+        assert batch.target_mean is not None
+        return self.image_tokens(batch.target_mean.shape)
+
+    def token_count(self, batch: LatentBatch) -> int:
+        """Count all tokens of a batch."""
+        controls = sum(self.image_tokens(control.shape) for control in batch.controls)
+        return (batch.prompt[self.text].shape[1] + self.target_tokens(batch) + controls) * len(batch.keys)
+
+
 def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Stack tensors by name: (L_1, ...), (L_2, ...), ... -> (B, longest, ...), padded with zeros.
 

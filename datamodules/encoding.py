@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
@@ -115,7 +116,7 @@ class EncodingDataModule(PromptData):
         return DataLoader(
             dataset=self.requests,
             batch_size=1,
-            collate_fn=_alone,
+            collate_fn=itemgetter(0),
             num_workers=min(self.num_workers, len(self.requests)),
             worker_init_fn=leave_signals_to_the_trainer,
         )
@@ -139,10 +140,6 @@ def _hash_if_readable(path: ImageFile) -> Hashed | None:
         return (*hash_file(path), *image_facts(path))
     except (OSError, UserError):
         return None
-
-
-def _alone(items: list[EncodeRequest]) -> EncodeRequest:
-    return items[0]
 
 
 class _Requests(Dataset[EncodeRequest]):

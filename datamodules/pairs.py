@@ -24,7 +24,7 @@ from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.prefetch import Prefetcher
-from datamodules.sampler import SizeBatchSampler, drawn_caption, drawn_preserved
+from datamodules.sampler import CAPTIONS, PRESERVED, SizeBatchSampler, drawn
 
 
 class PairDataset(Dataset[RawBatch]):
@@ -57,11 +57,11 @@ class PairDataset(Dataset[RawBatch]):
         sample, (window, *windows) = view.sample, view.windows
         controls, prompt_images = self.condition_images.load(sample.controls, windows)
         others = self.preserve_prompts
-        preserved = [others[drawn_preserved(self.seed, draw, len(others))]] if others and self.seed is not None else []
+        preserved = [others[drawn(self.seed, PRESERVED, draw, len(others))]] if others else []
         return RawBatch(
             keys=[sample.key],
             draws=[draw],
-            prompts=[sample.prompts[drawn_caption(self.seed, draw, len(sample.prompts))]],
+            prompts=[sample.prompts[drawn(self.seed, CAPTIONS, draw, len(sample.prompts))]],
             target=load_image(sample.target, window)[None],
             controls=controls,
             mask=load_mask(sample.mask, window)[None] if sample.mask else None,
@@ -171,7 +171,7 @@ class PairsDataModule(DataModule):
         )
         self.roots = self.sample_set.paths
         roots = [*self.sample_set.roots, *self.sample_set.val_roots]
-        if (buckets in ("aspect", "family") or crop != "center") and roots and not any(r.resolution for r in roots):
+        if (buckets == "aspect" or crop != "center") and roots and not any(r.resolution for r in roots):
             raise UserError(f"data.buckets={chosen}, data.crop={crop}: both need data.resolution, which is null")
         self.notes: list[str] = []
         self.batch_size = batch_size
@@ -190,10 +190,7 @@ class PairsDataModule(DataModule):
 
     def configure_for(self, model: Model) -> None:
         """Check and load images as this model takes them."""
-        geometry = model.geometry
-        self.sample_set.configure_for(
-            model.base.name, model.condition_images, geometry.side_multiple, geometry.preferred_sizes
-        )
+        self.sample_set.configure_for(model.base.name, model.condition_images, model.geometry.side_multiple)
         if model.objective is not None:
             self.needs_empty_prompt = model.objective.needs_empty_prompt
             self.preserve_prompts = model.objective.preserve_prompts
@@ -305,16 +302,12 @@ class PairsDataModule(DataModule):
         Args:
             empty_prompt: whether latent batches include the empty prompt's conditioning.
         """
-        return self.pixels_one_by_one(which)
+        return self.pixels(which)
 
-    def pixels_one_by_one(self, which: slice) -> Iterator[RawBatch]:
-        """Return the first views of these samples in order as pixels, each as a batch of one."""
+    def pixels(self, which: slice) -> Iterator[RawBatch]:
+        """Return the first views of these samples in order as pixels, each as a batch of one; none of shards alone."""
         dataset = self.dataset(None)
-        return (dataset[(index, 0)] for index in self.leading[which])
-
-    def pixels(self, count: int) -> list[RawBatch]:
-        """Return the first `count` samples as pixels, each as a batch of one; none if the data is latents only."""
-        return list(self.pixels_one_by_one(slice(count))) if self.views else []
+        return (dataset[(index, 0)] for index in (self.leading[which] if self.views else ()))
 
     @property
     def sample_count(self) -> int:

@@ -17,22 +17,14 @@ def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens:
     return batch_size if max_tokens_per_batch is None else max(1, int(max_tokens_per_batch // tokens))
 
 
-def drawn_caption(seed: int | None, draw: int, count: int) -> int:
-    """Return the index of the caption for a draw, a function of the run's seed and the draw's index only.
+def drawn(seed: int | None, kind: int, draw: int, count: int) -> int:
+    """Return the index of the prompt for a draw, a function of the run's seed and the draw's index only.
 
     Args:
-        seed: None for the first caption.
+        seed: None for the first prompt.
+        kind: `CAPTIONS` or `PRESERVED`.
     """
-    return 0 if seed is None or count == 1 else _drawn(seed, CAPTIONS, draw, count)
-
-
-def drawn_preserved(seed: int, draw: int, count: int) -> int:
-    """Return the index of the preserved prompt for a draw, likewise."""
-    return _drawn(seed, PRESERVED, draw, count)
-
-
-def _drawn(seed: int, what: int, draw: int, count: int) -> int:
-    return int(np.random.default_rng((seed, what, draw)).integers(count))
+    return 0 if seed is None or count == 1 else int(np.random.default_rng((seed, kind, draw)).integers(count))
 
 
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):

@@ -12,7 +12,7 @@ from PIL import Image
 from datamodules.errors import UserError, listing
 from datamodules.files import reading, reason
 from datamodules.hub import repository_file
-from datamodules.images.decoding import fit_area
+from datamodules.images.decoding import floor_size, shrunk
 from lightning_modules.pretrained.checks import check_component, read_json
 from lightning_modules.pretrained.repository import (
     load_model,
@@ -144,7 +144,7 @@ class Captioner:
 
     def shrunk(self, width: int, height: int) -> tuple[int, int]:
         """Return the size at which the model sees an image."""
-        return fit_area(width, height, self.max_area)
+        return floor_size(*shrunk(width, height, self.max_area))
 
     def prepare(self, samples: Sequence[tuple[Sequence[Image.Image], Image.Image]]) -> "BatchFeature":
         """Return the model's inputs for the controls and target of samples, whose sizes must be equal.

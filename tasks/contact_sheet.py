@@ -52,7 +52,9 @@ def draw_panels(
 def contact_sheet(data: PairsDataModule) -> Figure:
     """Draw the first data.preview_count samples as the model will see them, with caption and sizes."""
     panels = []
-    for raw, view in zip(data.pixels(data.preview_count), (data.views[index] for index in data.leading), strict=False):
+    shown = slice(data.preview_count)
+    for raw, index in zip(data.pixels(shown), data.leading[shown], strict=False):
+        view = data.views[index]
         sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in raw.images)
         key = raw.keys[0] if len(raw.keys[0]) <= 44 else f"...{raw.keys[0][-41:]}"
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""

@@ -80,7 +80,7 @@ def test_cached_training_gives_the_loss_of_pixels(arguments, tmp_path, model):
     raw.scan()
     alike = range(4)  # these are of one size
     local = data.reader(empty_prompt=True)([(i, i) for i in alike])
-    pixels = collate_pixels(raw.pixels(4))
+    pixels = collate_pixels(list(raw.pixels(slice(4))))
     pixels.draws = local.draws = list(range(4))
     with torch.no_grad():
         for rate in (0.0, 0.5, 1.0):

@@ -7,7 +7,7 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.pairs import collate_pixels
-from datamodules.sampler import drawn_caption, drawn_preserved
+from datamodules.sampler import CAPTIONS, PRESERVED, drawn
 from tasks.encode import build_cache
 from tests.support.caches import only
 from tests.support.combinations import first
@@ -43,7 +43,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
     numbers = [number for number in range(6) if data.sizes[number] == data.sizes[0]]
     items = [(number, 4 + number) for number in numbers]
     batch, pixels = data.reader(False, data.seed)(items), [raw.dataset(raw.seed)[item] for item in items]
-    wanted = [PROMPTS[drawn_preserved(data.seed, draw, 3)] for _, draw in items]
+    wanted = [PROMPTS[drawn(data.seed, PRESERVED, draw, 3)] for _, draw in items]
     assert [prompt for one in pixels for prompt in one.preserve_prompts] == wanted
     assert len(set(wanted)) == 3
     expected = module.encoder(collate_pixels(pixels))
@@ -71,10 +71,10 @@ def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, t
 
 
 def test_which_prompt_a_sample_has_depends_on_seed_and_draw_alone():
-    drawn = [drawn_preserved(7, draw, 4) for draw in range(400)]
-    assert all(80 < drawn.count(one) < 120 for one in range(4))
-    assert drawn != [drawn_preserved(8, draw, 4) for draw in range(400)]
-    assert drawn != [drawn_caption(7, draw, 4) for draw in range(400)]
+    indices = [drawn(7, PRESERVED, draw, 4) for draw in range(400)]
+    assert all(80 < indices.count(one) < 120 for one in range(4))
+    assert indices != [drawn(8, PRESERVED, draw, 4) for draw in range(400)]
+    assert indices != [drawn(7, CAPTIONS, draw, 4) for draw in range(400)]
 
 
 def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):

@@ -116,11 +116,6 @@ def shrunk(width: int, height: int, max_area: int, whole: Callable[[float], int]
     return width, height
 
 
-def fit_area(width: int, height: int, max_area: int) -> Sides:
-    """Return sides scaled down to at most `max_area` pixels, floored to 16."""
-    return floor_size(*shrunk(width, height, max_area))
-
-
 def size_of_area(width: int, height: int, area: int) -> Sides:
     """Return sides of about `area` pixels in the same proportions, rounded to 32 as in the Qwen pipelines."""
     target_width = math.sqrt(area * (width / height))

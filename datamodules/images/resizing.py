@@ -64,12 +64,11 @@ class Framing:
 
     Attributes:
         buckets: `exact`: each image keeps its proportions, its sides rounded down to 16; `aspect`: it is cropped to the
-            nearest bucket; `family`: the same with the sizes that the model's pipeline prefers.
+            nearest bucket.
         upscale: enlarge smaller images to the resolution.
         crop: `center`, or `random_cached`: `crop_count` windows, the first in the center.
         flip: add a mirrored view of each sample.
         multiple: both sides of a bucket are multiples of it.
-        preferred: sizes of `family`.
         condition_images: the sizes at which the model's encoders see them.
     """
 
@@ -79,16 +78,15 @@ class Framing:
     crop_count: int
     flip: bool
     multiple: int = 16
-    preferred: tuple[Sides, ...] = ()
     condition_images: ConditionImages = OWN_SIZE
 
     def __post_init__(self) -> None:
-        if self.buckets not in ("exact", "aspect", "family"):
-            raise UserError(f"data.buckets={self.buckets}: choose auto, exact, aspect or family")
+        if self.buckets not in ("exact", "aspect"):
+            raise UserError(f"data.buckets={self.buckets}: choose auto, exact or aspect")
         if self.crop not in ("center", "random_cached"):
             raise UserError(f"data.crop={self.crop}: choose center or random_cached")
         if self.crop == "random_cached" and self.buckets == "exact":
-            raise UserError("data.crop=random_cached needs data.buckets=aspect or family: exact crops nothing")
+            raise UserError("data.crop=random_cached needs data.buckets=aspect: exact crops nothing")
 
     def views(self, sample: Sample, root: Root, sizes: Sequence[Sides], held_out: bool = False) -> list[View]:
         """Return all views of a sample. The first one, of the largest resolution, is used in validation and previews.
@@ -161,13 +159,10 @@ class Framing:
     def tables(self, side: int) -> Iterator[Sequence[Sides]]:
         """Yield the buckets of a resolution, then of smaller and smaller ones."""
         fine = [FINE**step for step in range(round(math.log(COARSE) / math.log(FINE)))]
-        for index, factor in enumerate(itertools.chain(fine, (COARSE**step for step in itertools.count(1)))):
+        for factor in itertools.chain(fine, (COARSE**step for step in itertools.count(1))):
             if side * factor < self.multiple:
                 return
-            if self.buckets == "family" and self.preferred and index == 0:
-                yield self.preferred
-            else:
-                yield bucket_table((side * factor) ** 2, self.multiple, self.condition_images)
+            yield bucket_table((side * factor) ** 2, self.multiple, self.condition_images)
 
 
 @lru_cache(maxsize=4096)

@@ -77,27 +77,10 @@ class SampleSet:
         self.condition_images = ConditionImages()
         self._found: Found | None = None
 
-    def configure_for(
-        self, model: str, condition_images: ConditionImages, multiple: int, preferred: tuple[Sides, ...]
-    ) -> None:
-        """Check and load images as a model takes them.
-
-        Args:
-            multiple, preferred: see `Framing`.
-        """
+    def configure_for(self, model: str, condition_images: ConditionImages, multiple: int) -> None:
+        """Check and load images as a model takes them; `multiple` as for `Framing`."""
         self.model, self.condition_images = model, condition_images
-        self.framing = replace(self.framing, multiple=multiple, preferred=preferred, condition_images=condition_images)
-        if self.framing.buckets != "family":
-            return
-        if not preferred:
-            raise UserError(f"data.buckets=family: {model} prefers no sizes; choose aspect")
-        own = min(max(size) for size in preferred)  # the side of the square
-        sides = {side for root in [*self.roots, *self.val_roots] for side in root.resolution}
-        if strange := [side for side in sides if not 0.9 < side / own < 1.1]:
-            raise UserError(
-                f"data.buckets=family: {model} prefers sizes of about {own}x{own} pixels, and data.resolution is "
-                f"{strange[0]}; choose aspect"
-            )
+        self.framing = replace(self.framing, multiple=multiple, condition_images=condition_images)
 
     @property
     def paths(self) -> list[str]:

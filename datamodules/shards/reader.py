@@ -19,7 +19,7 @@ from datamodules.errors import UserError
 from datamodules.files import reading
 from datamodules.images.resizing import Size
 from datamodules.images.sample_set import choose_held_out
-from datamodules.sampler import drawn_caption, drawn_preserved
+from datamodules.sampler import CAPTIONS, PRESERVED, drawn
 from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
 from datamodules.shards.tar import Row, parse_part, size_of
 from datamodules.shards.transfer import Bucket
@@ -190,7 +190,7 @@ class LatentReader:
         samples = [self.samples[index] for index, _ in items]
         draws = [draw for _, draw in items]
         both = list(zip(samples, draws, strict=True))
-        drawn = [drawn_caption(self.seed, draw, len(sample.prompts)) for sample, draw in both]
+        captions = [drawn(self.seed, CAPTIONS, draw, len(sample.prompts)) for sample, draw in both]
         empty = [sample.empty_prompt for sample in samples] if self.empty_prompt else []
         empty = empty[:1] if len(set(empty)) == 1 else empty
         tensors = stack_padded([self._read(sample.latents) for sample in samples])
@@ -200,16 +200,16 @@ class LatentReader:
             target_mean=tensors["target_mean"],
             target_std=tensors.get("target_std"),
             controls=[tensors[f"control_{place}"] for place in range(len(tensors)) if f"control_{place}" in tensors],
-            prompt=stack_padded([self._read(one.prompts[own]) for one, own in zip(samples, drawn, strict=True)]),
+            prompt=stack_padded([self._read(one.prompts[own]) for one, own in zip(samples, captions, strict=True)]),
             empty_prompt=stack_padded([self._read_shared(place) for place in empty]) if empty else {},
             mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
-            prompts=[one.captions[own] for one, own in zip(samples, drawn, strict=True) if one.captions],
+            prompts=[one.captions[own] for one, own in zip(samples, captions, strict=True) if one.captions],
             weights=torch.tensor([sample.weight for sample in samples]) if self._weighted else None,
             rejected_mean=tensors.get("rejected_mean"),
             rejected_std=tensors.get("rejected_std"),
         )
         if samples[0].preserved and self.seed is not None:
-            chosen = [one.preserved[drawn_preserved(self.seed, draw, len(one.preserved))] for one, draw in both]
+            chosen = [one.preserved[drawn(self.seed, PRESERVED, draw, len(one.preserved))] for one, draw in both]
             batch.preserve_prompt = stack_padded([self._read(place) for place in chosen])
         return batch
 

@@ -200,7 +200,7 @@ def test_validation_loss_is_that_of_an_independent_computation(runs, tiny, pairs
     module.transformer = module.base.load_transformer()
     losses = []
     with torch.no_grad():
-        for number, raw in enumerate(source.validation.pixels(2)):
+        for number, raw in enumerate(source.validation.pixels(slice(2))):
             batch = module.encoder(raw)
             x0, control = module.normalize(batch.target_mean), module.normalize(batch.controls[0])
             eps = _noise(raw.keys[0], x0.shape[1:])

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from datamodules.errors import UserError
 from datamodules.files import Packed
 from datamodules.images.samples import Sample
 from datamodules.images.sources import find_samples
-from datamodules.images.windows import ConditionImages
 from datamodules.pairs import PairsDataModule, collate_pixels
-from lightning_modules.families.flux.module import PREFERRED_SIZES
 from tests.support.pictures import make_pairs, photograph
 
 
@@ -54,7 +51,7 @@ def test_mixed_sizes_counts_of_controls_and_masks_never_meet_in_a_batch(tmp_path
     photograph("coffee", 32, 32).save(root / "control_images" / "02_mask.png")
     data = data_module(str(root))
     assert len(set(data.sizes)) == 4
-    dataset = data.pixels(6)
+    dataset = list(data.pixels(slice(6)))
     batch = collate_pixels([dataset[0], dataset[3]])
     assert batch.target.shape == (2, 3, 32, 32)
     assert [control.shape for control in batch.controls] == [(2, 3, 32, 32)]
@@ -83,10 +80,10 @@ def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path)
         "1 pair has an alpha channel, whose transparent parts become white. data.alpha_mask=true makes the alpha "
         "of a target the mask of its loss"
     ]
-    assert [raw.mask for raw in data.pixels(2)] == [None, None]
+    assert [raw.mask for raw in data.pixels(slice(2))] == [None, None]
     data = data_module(str(root), alpha_mask=True)
     assert data.notes[-1].endswith("become white")
-    first, second = data.pixels(2)
+    first, second = data.pixels(slice(2))
     torch.testing.assert_close(first.mask, alpha, rtol=0, atol=0)
     assert second.mask.unique().tolist() == [1.0]
     assert (first.target[..., :16] == 1).all(), "it is laid on white all the same"
@@ -97,7 +94,7 @@ def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path)
 
 def test_batch_of_two_keeps_each_samples_own_control(pairs):
     """An earlier system gave all samples the first one's condition image."""
-    one, two = data_module(str(pairs)).pixels(2)
+    one, two = data_module(str(pairs)).pixels(slice(2))
     batch = collate_pixels([one, two])
     assert torch.equal(batch.controls[0], torch.cat([one.controls[0], two.controls[0]]))
     assert not torch.equal(batch.controls[0][0], batch.controls[0][1])
@@ -183,17 +180,6 @@ def test_nothing_to_learn_and_settings_without_effect_are_refused(pairs):
     for settings in ({"buckets": "aspect"}, {"crop": "random_cached"}):
         with pytest.raises(UserError, match=r"both need data.resolution, which is null"):
             data_module(str(pairs), **settings)
-    kontext = SimpleNamespace(
-        base=SimpleNamespace(name="Kontext"),
-        condition_images=ConditionImages(),
-        geometry=SimpleNamespace(side_multiple=16, preferred_sizes=PREFERRED_SIZES),
-    )
-    data = data_module(str(pairs), buckets="family", resolution=512)
-    with pytest.raises(UserError, match=r"Kontext prefers sizes of about 1024x1024 pixels, and data.resolution is 512"):
-        data.configure_for(kontext)
-    kontext.geometry.preferred_sizes = ()
-    with pytest.raises(UserError, match=r"data.buckets=family: Kontext prefers no sizes; choose aspect"):
-        data.configure_for(kontext)
 
 
 def test_what_is_said_of_captions_and_roots(tmp_path):

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from datamodules.sampler import SizeBatchSampler, drawn_caption
+from datamodules.sampler import CAPTIONS, SizeBatchSampler, drawn
 
 MIXED = ["s"] * 7 + ["m"] * 4 + ["l"]
 
@@ -42,11 +42,11 @@ def test_repeats_are_drawn_so_often_in_an_epoch():
 
 
 def test_caption_is_a_function_of_the_seed_and_the_draw():
-    drawn = [drawn_caption(7, draw, 3) for draw in range(3000)]
-    assert drawn == [drawn_caption(7, draw, 3) for draw in range(3000)]
-    assert drawn != [drawn_caption(8, draw, 3) for draw in range(3000)]
-    assert all(900 < count < 1100 for count in Counter(drawn).values())
-    assert {drawn_caption(None, draw, 3) for draw in range(10)} == {0}
+    indices = [drawn(7, CAPTIONS, draw, 3) for draw in range(3000)]
+    assert indices == [drawn(7, CAPTIONS, draw, 3) for draw in range(3000)]
+    assert indices != [drawn(8, CAPTIONS, draw, 3) for draw in range(3000)]
+    assert all(900 < count < 1100 for count in Counter(indices).values())
+    assert {drawn(None, CAPTIONS, draw, 3) for draw in range(10)} == {0}
 
 
 def test_order_changes_with_epoch_and_seed_and_with_nothing_else():
@@ -64,8 +64,8 @@ def test_a_late_start_continues_the_order(batch_size):
 
 
 def test_every_draw_has_a_number_of_its_own():
-    drawn = [draw for batch in batches(50, sizes=MIXED, batch_size=2, seed=5) for _, draw in batch]
-    assert drawn == list(range(len(drawn)))
+    indices = [draw for batch in batches(50, sizes=MIXED, batch_size=2, seed=5) for _, draw in batch]
+    assert indices == list(range(len(indices)))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

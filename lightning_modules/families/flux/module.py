@@ -11,11 +11,7 @@ from lightning_modules.families.flux.denoise import flux_last_block, flux_veloci
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux.pipeline import LatentKontext
 from lightning_modules.families.patches import LatentPipeline
-from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Geometry, Layers, Parts
-
-# PREFERRED_KONTEXT_RESOLUTIONS of diffusers' pipeline, whose module imports the classes of all encoders.
-HIGH = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
-PREFERRED_SIZES = (*HIGH, (1024, 1024), *((high, wide) for wide, high in reversed(HIGH)))
+from lightning_modules.family import ATTENTION, MLPS, TEXT_ATTENTION, Layers, Parts
 
 
 class FluxKontext(EditModule):
@@ -27,7 +23,6 @@ class FluxKontext(EditModule):
     pipeline_name = "FluxKontextPipeline"
     transformer_class = "FluxTransformer2DModel"
     text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-    geometry = Geometry(preferred_sizes=PREFERRED_SIZES)
     # As diffusers' script for Kontext: both streams and their MLPs, 57 % of the weights.
     layers = Layers(NATIVE_NAMES, (*ATTENTION, *TEXT_ATTENTION, *MLPS, "proj_mlp"))
     latent_pipeline: ClassVar[type] = LatentKontext
@@ -74,7 +69,6 @@ class FluxDev(FluxKontext):
     pipeline_name = "FluxPipeline"
     latent_pipeline = LatentPipeline
     condition_images = ConditionImages(most=0)
-    geometry = Geometry()
 
 
 def _encode(parts: Parts, suffix: str, prompts: list[str], length: int) -> Any:

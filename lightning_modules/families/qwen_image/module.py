@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from datamodules.batch import Geometry
 from datamodules.errors import UserError
 from datamodules.images.decoding import size_of_area
 from datamodules.images.windows import ConditionImages
@@ -13,7 +14,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
 from lightning_modules.families.qwen_image.pipeline import LatentControls
-from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Geometry, Layers, Parts, text_pipeline
+from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Layers, Parts, text_pipeline
 
 
 @cache

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.batch import stack_padded
+from datamodules.batch import Geometry, stack_padded
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.z_image.denoise import z_image_velocity
 from lightning_modules.families.z_image.pipeline import LatentZImage
-from lightning_modules.family import Geometry, Layers, Parts, SamplingRules, chat_tokens, text_pipeline
+from lightning_modules.family import Layers, Parts, SamplingRules, chat_tokens, text_pipeline
 from lightning_modules.lora_files.names import NativeNames
 
 # Blocks that see the noisy image, the text, and both.

@@ -63,7 +63,7 @@ def test_they_are_seen_as_their_targets_are(tmp_path):
 def test_samples_with_and_without_them_make_batches_of_their_own(root):
     data = data_of(root)
     assert [beside for _, beside in data.sizes] == [("rejected",), ("rejected",), ()]
-    raw = collate_pixels(data.pixels(2))
+    raw = collate_pixels(list(data.pixels(slice(2))))
     expected = np.stack([np.asarray(Image.open(path)) for path in sorted((root / "rejected_images").glob("*.png"))])
     assert np.array_equal(((raw.rejected + 1) * 127.5).round().permute(0, 2, 3, 1).numpy(), expected)
 
