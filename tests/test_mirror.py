@@ -27,15 +27,11 @@ URL = "s3://own/of/snow"
 @pytest.fixture(autouse=True)
 def poll(monkeypatch):
     monkeypatch.setattr(module, "POLL", 0.1)
+    monkeypatch.setattr(module, "TRIES", 1)
 
 
 def names(bucket):
     return {one.key.removeprefix("of/snow/") for one in bucket.objects.all()}
-
-
-def here(folder):
-    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return {str(path) for path in paths if not any(part.startswith(".") for part in path.parts)}
 
 
 def test_a_fresh_machine_resumes_from_a_bucket_in_the_same_bits(bucket, run, runs, start, tiny, pairs, tmp_path):
@@ -51,7 +47,7 @@ def test_a_fresh_machine_resumes_from_a_bucket_in_the_same_bits(bucket, run, run
     assert f"uploaded to {URL}" in text
     folder = tmp_path / work_folder(URL)
     assert lora_bytes(folder) == lora_bytes(whole)
-    assert names(bucket) == here(folder)
+    assert names(bucket) == RunFolder(folder).files().keys()
     assert "checkpoints/step-000002.ckpt" not in names(bucket), "rotated out"
 
     fresh = [one for one in command if one != "resume=auto"]
@@ -107,9 +103,7 @@ def test_a_run_continues_while_its_bucket_is_away_and_is_uploaded_at_its_end(mir
     mirror.download(resumes=True)
     mirror.thread.start()
     save(mirror.run, 2)
-    for _ in range(200):
-        if mirror.failure:
-            break
+    while not mirror.failure:
         time.sleep(0.02)
     line = rf"note: not uploaded: output_dir: {URL}/\S+ cannot be written: reset \(5 attempts\)\. The next upload"
     assert len(re.findall(line, capfd.readouterr().err)) == 1, "once for each checkpoint"
@@ -166,33 +160,28 @@ def test_a_download_that_is_broken_off_is_completed_by_the_next(mirror, elsewher
     started(elsewhere)
     assert content(elsewhere) == older
     mirror.upload()
-    get, gets = obstore.get, []
+    get, left = obstore.get, []
 
     def killed(store, path, options=None):
         if options is None:
-            gets.append(path)
-            if len(gets) > allowed:
+            if not left:
                 raise KeyboardInterrupt
+            left.pop()
         return get(store, path, options=options)
 
     monkeypatch.setattr(obstore, "get", killed)
-    broken = 0
-    for allowed in range(10):  # noqa: B007 (`killed` uses it)
-        gets.clear()
-        try:
+    for files in range(6):
+        left[:] = range(files)
+        with pytest.raises(KeyboardInterrupt):
             started(elsewhere)
-            break
-        except KeyboardInterrupt:
-            broken += 1
-            assert elsewhere.checkpoint.read_bytes() == older["checkpoints/last.ckpt"], "the last checkpoint comes last"
-    assert broken == 6
-    assert content(elsewhere) == content(mirror.run)
-    gets.clear()
-    started(elsewhere)
-    assert not gets
+        assert elsewhere.checkpoint.read_bytes() == older["checkpoints/last.ckpt"], "the last checkpoint comes last"
+    left[:] = range(6)
+    for _ in range(2):  # the second time there is nothing to download
+        started(elsewhere)
+        assert content(elsewhere) == content(mirror.run)
 
 
-def test_the_side_with_more_steps_replaces_the_other(mirror, elsewhere, bucket):
+def test_the_newer_side_replaces_the_other_unless_both_have_changed(mirror, elsewhere, bucket):
     """After a kill between a checkpoint and its upload; the console of S3 has created empty objects for folders."""
     for key in ("of/snow/", "of/snow/checkpoints/"):
         bucket.put_object(Key=key)
@@ -206,26 +195,19 @@ def test_the_side_with_more_steps_replaces_the_other(mirror, elsewhere, bucket):
     (mirror.run.path / "metrics.csv").write_text("a step that was not saved")
     save(elsewhere, 6)
     there.upload()
-    started(mirror.run)
+    resumed = started(mirror.run)
     assert content(mirror.run) == content(elsewhere)
 
-
-def test_a_machine_does_not_replace_what_another_has_saved(mirror, bucket, elsewhere, monkeypatch):
-    """Neither in the bucket, nor here at the next start."""
-    monkeypatch.setattr(module, "TRIES", 1)
-    save(mirror.run, 2)
-    mirror.upload()
-    there = started(elsewhere)
-    save(elsewhere, 6)
+    save(elsewhere, 8)
     there.upload()
-    save(mirror.run, 4)
+    save(mirror.run, 10)
     mine = content(mirror.run)
     with pytest.raises(UserError, match=f"output_dir={URL}: it and {mirror.run} contain different checkpoints. Remove"):
         started(mirror.run)
-    mirror.thread.start()
-    assert f"{mirror.run} is not completely there: another machine has saved a checkpoint there" in mirror.finish()
+    resumed.thread.start()
+    assert f"{mirror.run} is not completely there: another machine has saved a checkpoint there" in resumed.finish()
     assert content(mirror.run) == mine
-    assert bucket.Object("of/snow/checkpoints/last.ckpt").get()["Body"].read() == b"of step 6"
+    assert bucket.Object("of/snow/checkpoints/last.ckpt").get()["Body"].read() == b"of step 8"
 
 
 @pytest.mark.parametrize("arrives", [False, True])
@@ -285,19 +267,6 @@ def test_processes_of_a_fresh_machine_download_a_run_once(bucket, run, start, ti
     assert sum(text.count("downloading") for text in texts) == 1, texts
 
 
-def test_a_folder_that_is_gone_empties_no_bucket(mirror, bucket):
-    """Removed, or on a disk that is not mounted any more."""
-    save(mirror.run, 2, ["lora/last/weights.safetensors"])
-    mirror.upload()
-    everything = names(bucket)
-    shutil.rmtree(mirror.run.path)
-    for _ in range(2):
-        with pytest.raises(FileNotFoundError):
-            mirror.upload()
-        mirror.run.path.mkdir(exist_ok=True)
-    assert names(bucket) == everything
-
-
 def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, elsewhere, monkeypatch):
     """It comes when the first one of its machine, which has started it, is at work in the folder."""
     save(mirror.run, 2)
@@ -308,34 +277,35 @@ def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, 
             assert elsewhere.config.exists() == downloads
 
 
-@pytest.mark.parametrize("lost", ["bucket", "note"])
-def test_everything_is_uploaded_again_after_a_loss(mirror, bucket, lost):
-    save(mirror.run, 2)
+@pytest.mark.parametrize("lost", ["bucket", "note", "folder"])
+def test_the_bucket_is_complete_after_a_loss(mirror, bucket, lost):
+    """A folder that is removed, or on a disk that is not mounted any more, does not empty the bucket."""
+    save(mirror.run, 2, ["lora/last/weights.safetensors"])
     mirror.upload()
     everything = names(bucket)
-    if lost == "note":
-        mirror.note.write_text("{")
-    for name in everything if lost == "bucket" else ():
-        bucket.Object(f"of/snow/{name}").delete()
-    started(mirror.run).upload()
+    if lost == "folder":
+        shutil.rmtree(mirror.run.path)
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError):
+                mirror.upload()
+            mirror.run.path.mkdir(exist_ok=True)
+    else:
+        if lost == "note":
+            mirror.note.write_text("{")
+        for name in everything if lost == "bucket" else ():
+            bucket.Object(f"of/snow/{name}").delete()
+        started(mirror.run).upload()
     assert names(bucket) == everything
 
 
-def test_an_upload_that_does_not_end_in_time_is_one_line(mirror, monkeypatch):
-    go = threading.Event()
-    monkeypatch.setattr(Mirror, "upload", lambda self: go.wait(20))
-    save(mirror.run, 2)
-    mirror.thread.start()
-    problem = f"output_dir={URL}: {mirror.run} is not completely there: there was no time"
-    assert mirror.finish(0.1) == problem
-    go.set()
-
-
-def test_a_failed_last_upload_fails_the_command(mirror, monkeypatch):
-    monkeypatch.setattr(module, "TRIES", 1)
+def test_a_last_upload_that_fails_or_takes_too_long_is_one_line(mirror, monkeypatch):
+    problem, go = f"output_dir={URL}: {mirror.run} is not completely there: ", threading.Event()
+    monkeypatch.setattr(module, "WHEN_STOPPED", 0.1)
     monkeypatch.setattr(Mirror, "upload", lambda self: 1 / 0)
-    with (
-        pytest.raises(UserError, match="is not completely there: division"),
-        module.mirrored(URL, mirror.run.path, True),
-    ):
-        save(mirror.run, 2)
+    with pytest.raises(UserError, match=problem + "division"), module.mirrored(URL, mirror.run.path, True):
+        pass
+    monkeypatch.setattr(Mirror, "upload", lambda self: go.wait(20))
+    with pytest.raises(RuntimeError) as failed, module.mirrored(URL, mirror.run.path, True):
+        raise RuntimeError
+    assert failed.value.__notes__ == [problem + "there was no time"]
+    go.set()

@@ -1,4 +1,4 @@
-"""Metrics of edits on constructed images: each moves with its own fault, and with no other."""
+"""Metrics of images. Those of an edit are measured on constructed images: each moves with its own fault only."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from report.image_metrics import EditMetrics
+from report.image_metrics import EditMetrics, FeatureSimilarity, MaskIoU
 
 PERFECT = {"shift": 0.0, "drift": 0.0, "colour_shift": 0.0, "strength": 1.0}
 # How far a figure may move with the fault of another: pixels, levels, levels, share.
@@ -92,3 +92,40 @@ def test_an_edit_of_the_whole_image_has_a_strength_and_no_outside(edit):
     metric.update(target[None], target[None], source[None])
     metric.update(*(image[None] for image in (edit[2], edit[2], source)))
     assert float(metric.compute()["shift"]) == pytest.approx(0, abs=1e-3), "the mean is over the edits that have one"
+
+
+def test_mask_iou_of_known_masks():
+    metric = MaskIoU()
+    ours, theirs = torch.zeros(1, 3, 4, 4), torch.zeros(1, 3, 4, 4)
+    ours[..., :2] = 0.9
+    theirs[..., 1:3] = 1.0
+    metric.update(ours, theirs)
+    assert float(metric.compute()) == pytest.approx(1 / 3)
+    assert metric.higher_is_better
+
+
+@pytest.mark.parametrize("kind", ["dino", "clip"])
+def test_feature_similarity_is_that_of_the_models_own_features(tmp_path, kind):
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, Dinov2Config, Dinov2Model
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    if kind == "dino":
+        model = Dinov2Model(Dinov2Config(**small)).eval()
+    else:
+        parts = {"vision_config": {**small, "intermediate_size": 16}, "text_config": {**small, "vocab_size": 8}}
+        model = CLIPModel(CLIPConfig(**parts, projection_dim=8)).eval()
+    processor = CLIPImageProcessor(**size)
+    for part in (model, processor):
+        part.save_pretrained(tmp_path)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    metric = FeatureSimilarity(str(tmp_path))
+    metric.update(*(images / 255).split(1))
+    with torch.no_grad():
+        seen = processor(images=list(images), return_tensors="pt")["pixel_values"]
+        features = (model.vision_model if kind == "clip" else model)(seen).pooler_output
+        features = model.visual_projection(features) if kind == "clip" else features
+    expected = torch.nn.functional.cosine_similarity(features[:1], features[1:])
+    torch.testing.assert_close(metric.compute(), expected[0], rtol=1e-4, atol=1e-5)
+    assert float(metric.compute()) < 0.9999
