@@ -4,7 +4,6 @@ Few components are active at high noise, all at low noise. Each sample has the m
 """
 
 import functools
-from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -57,12 +56,15 @@ class RankSchedule:
         alpha = Fraction(str(self.alpha_rank_scale)).limit_denominator(1000)
         p, q = alpha.numerator, alpha.denominator
 
-        def works(component: int, progress: int) -> bool:
+        def works(progress: int, component: int) -> bool:
             """Return (progress / ticks)**(p / q) * span >= component, in whole numbers."""
             return progress**p * span**q >= component**q * ticks**p
 
-        reached = (functools.partial(works, component) for component in range(1, span + 1))
-        return [0] * least + [bisect_left(range(ticks), True, key=is_active) for is_active in reached]
+        result = [0] * least
+        for component in range(1, span + 1):
+            near = round(ticks * (component / span) ** (1 / alpha))  # off by one at most
+            result.append(next(one for one in range(max(0, near - 1), near + 2) if works(one, component)))
+        return result
 
     def mask(self, timesteps: Tensor, sampling_timesteps: Tensor | None = None) -> Tensor:
         """(B,) timesteps in [0, 1000] -> (B, rank), True for active components; nothing waits for the GPU.
