@@ -222,7 +222,9 @@ def attach_magnitudes(
     for name, layer in lora_layers(transformer, adapter_name).items():
         if magnitudes is not None and name not in magnitudes:
             continue
-        squares = dequantized(layer.get_base_layer()).square().sum(dim=1)
+        base = layer.get_base_layer()
+        weight = base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight.detach().float()
+        squares = weight.square().sum(dim=1)
         given = None if magnitudes is None else magnitudes[name]
         layer.lora_magnitude_vector[adapter_name] = Magnitude(squares, given)
         layer.lora_variant[adapter_name] = WithMagnitude()
@@ -265,25 +267,9 @@ def row_norms(layer: Any, adapter_name: str) -> Tensor:
     return (layer.lora_magnitude_vector[adapter_name].squares + change).clamp_min(0).sqrt()
 
 
-def dequantized(layer: Any) -> Tensor:
-    """Return a frozen layer's weight (out, in) in float32."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.dequantize(torch.float32)
-    return _plain(layer).float()
-
-
 def weight_product(layer: Any, rows: Tensor) -> Tensor:
     """(r, in) -> rows W^T (r, out), without bias; rounding no more than the weights themselves."""
     if isinstance(layer, QuantizedLinear):
         return layer.exact_product(rows.to(layer.compute_dtype))
-    weight = _plain(layer)
+    weight = layer.weight.detach()
     return torch.mm(rows.to(weight.dtype), weight.t())
-
-
-def _plain(layer: Any) -> Tensor:
-    """Return the weight of a layer that is not quantized by us."""
-    if type(layer.weight) is nn.Parameter:  # torch.compile does not trace peft's function
-        return layer.weight.detach()
-    from peft.utils.integrations import dequantize_module_weight
-
-    return dequantize_module_weight(layer).detach()

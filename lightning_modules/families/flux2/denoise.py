@@ -33,13 +33,10 @@ def flux2_image_ids(images: Sequence[Tensor], first: int = 0) -> Tensor:
 
 
 def empirical_mu(config: Mapping[str, Any], tokens: int, num_inference_steps: int) -> float:
-    """Return the pipelines' `compute_empirical_mu`; arguments as for `SamplingRules.mu`."""
-    at_200_steps = 0.00016927 * tokens + 0.45666666
-    if tokens > 4300:
-        return at_200_steps
-    at_10_steps = 8.73809524e-05 * tokens + 1.89833333
-    slope = (at_200_steps - at_10_steps) / 190.0
-    return slope * num_inference_steps + at_200_steps - 200.0 * slope
+    """Return the shift of timesteps in the stock pipelines; arguments as for `SamplingRules.mu`."""
+    from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+    return compute_empirical_mu(tokens, num_inference_steps)
 
 
 def flux2_velocity(

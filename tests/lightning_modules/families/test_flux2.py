@@ -4,12 +4,10 @@ import shutil
 
 import pytest
 import torch
-from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from datamodules.images.decoding import to_tensor
 from datamodules.images.windows import ConditionImages, Window
 from lightning_modules.adapters.peft_layers import lora_layers
-from lightning_modules.families.flux2.denoise import empirical_mu
 from lightning_modules.family import Sampling
 from tests.support.pictures import photograph
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
@@ -82,9 +80,3 @@ def test_distilled_model_is_not_guided(repositories, monkeypatch, tmp_path):
     alike, unguided, guided = found
     assert torch.equal(alike, unguided)
     assert (alike - guided).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("tokens", [16, 4096, 4300, 4301, 9000])
-@pytest.mark.parametrize("steps", [4, 10, 50, 200])
-def test_shift_of_the_timesteps_is_the_pipelines(tokens, steps):
-    assert empirical_mu({}, tokens, steps) == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
