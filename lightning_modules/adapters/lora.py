@@ -150,16 +150,11 @@ class LoRA(DeltaAdapter):
         ratio = self.lora_plus_ratio if ".lora_B." in name else None
         return super().lr_factor(name) * (1.0 if ratio is None else ratio)
 
-    def describe(self, trained: Mapping[str, Tensor]) -> str:
-        layers = len([name for name in trained if ".lora_A." in name and name.endswith(".weight")])
-        count = sum(tensor.numel() for tensor in trained.values())
-        return f"{self}, alpha {self.ranks.alpha:g}: {layers} layers, {count:,} parameters"
-
     def metadata(self) -> dict[str, Any]:
         return self.ranks.metadata() | super().metadata()
 
     def __str__(self) -> str:
-        return f"LoRA rank {self.ranks}"
+        return f"{self.kind} rank {self.ranks}, alpha {self.ranks.alpha:g}"
 
 
 class DoRA(LoRA):
@@ -188,9 +183,6 @@ class DoRA(LoRA):
             for name, layer in lora_layers(transformer, ADAPTER).items()
         }
         return {name: replace(delta, magnitude=magnitudes[name]) for name, delta in super().deltas(transformer).items()}
-
-    def __str__(self) -> str:
-        return f"DoRA rank {self.ranks}"
 
 
 class Magnitude(nn.Module):

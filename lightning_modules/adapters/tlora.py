@@ -61,7 +61,7 @@ class TLoRA(LoRA):
         ]
 
     def __str__(self) -> str:
-        return f"T-LoRA rank {self.schedule.min_rank} to {self.rank} ({self.schedule.kind})"
+        return f"T-LoRA rank {self.schedule.min_rank} to {self.rank} ({self.schedule.kind}), alpha {self.ranks.alpha:g}"
 
 
 class OrthoHalf(nn.Module):
