@@ -106,7 +106,7 @@ class TrainingProgress(L.Callback):
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            *([BarColumn()] if self.console.width >= 100 else []),  # else it would cut the numbers off
             TextColumn("{task.fields[shown]}"),
             TimeElapsedColumn(),
             TextColumn("left"),

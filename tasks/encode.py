@@ -73,7 +73,6 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
         strategy=cfg.trainer.strategy if isinstance(cfg.trainer.strategy, str) else "ddp",
         callbacks=[Watchdog(cfg.get("watchdog_minutes")), writer, GracefulStop()],
         logger=False,
-        enable_progress_bar=False,
         profiler=None,  # it profiles training
     )
     missing = EncodingDataModule(data.sample_set, data.num_workers, cache, data.preserve_prompts)

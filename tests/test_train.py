@@ -45,6 +45,7 @@ def test_run_folder_holds_what_is_promised(run, gallery, tmp_path):
     assert (folder / "checkpoints" / "last.ckpt").stat().st_size < 500_000, "a checkpoint holds what trains, only"
     for word in ("Retouch", "rank 4", "6 pairs", "6 of 32x32", str(folder), "python predict.py lora="):
         assert word in shown.text
+    assert "Epoch" not in shown.text, "there is no second progress bar"
     config = OmegaConf.load(folder / "config.yaml")
     assert config.trainer.max_steps == 4
     run("train", "-cp", str(folder), "-cn", "config", f"output_dir={tmp_path / 'again'}")
