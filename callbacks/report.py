@@ -112,7 +112,7 @@ class Report(L.Callback):
             rows=rows,
             steps=sorted(samples),
             results=[row["results"] for row in rows],
-            pictures_title="Held-out images" if data.validation is not None else "Images of the training data",
+            images_title="Held-out images" if data.validation is not None else "Images of the training data",
             row_width=420 if not rows or rows[0]["size"] else 760,
             curves=curves(metrics, validation),
             commands=commands(module, names, seed, next(last_strips(self.run, trainer.global_step), None)),
@@ -138,7 +138,7 @@ def _describe(data: PairsDataModule) -> dict[str, Any]:
     """Return the page's part on the data: its size, and its first samples."""
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
     thumbs = [
-        {"pictures": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": raw.prompts[0]}
+        {"images": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": raw.prompts[0]}
         for raw in data.pixels(slice(data.preview_count))
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]

@@ -1,1 +1,1 @@
-"""The data of a run: pairs of pictures, cached latents, streamed shards, and what to edit."""
+"""The data of a run: pairs of images, cached latents, streamed shards, and what to edit."""

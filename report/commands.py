@@ -80,12 +80,12 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
             f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base.dtype)[6:]})",
             *loading,
             *([f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})"] if fixed else []),
-            "picture = pipe(",
+            "edited = pipe(",
             *([f"    image={photos if images == 1 else f'[{photos}]'},"] if images else []),
             *(f"    {name}={value!r}," for name, value in arguments.items()),
             f"    generator=torch.Generator().manual_seed({seed or 0}),",
             ").images[0]",
-            "picture.save('edited.png')",
+            "edited.save('edited.png')",
         ]
         found["In diffusers"] = "\n".join(code)
     return found
