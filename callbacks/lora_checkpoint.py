@@ -91,7 +91,7 @@ class LoRACheckpoint(L.Callback):
         self.save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save the weights; several processes cannot agree on saving when one of them has failed."""
+        """Save the weights once training has begun; several processes cannot agree on it when one has failed."""
         alone, started = trainer.world_size == 1, self.saved_step >= 0
         if alone and started and isinstance(exception, UserError | torch.OutOfMemoryError):
             with contextlib.suppress(UserError):  # the disk may be what failed

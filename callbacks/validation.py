@@ -16,6 +16,7 @@ from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import Made, SampleImages
 from datamodules.batch import LatentBatch
 from datamodules.errors import UserError
+from datamodules.files import reason
 from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
@@ -106,7 +107,9 @@ class Validation(L.Callback):
             try:
                 self.metrics[name] = metric if isinstance(metric, Metric) else metric()
             except OSError as error:
-                raise UserError(f"callbacks.validation.metrics.{name}: its weights are not at hand: {error}") from error
+                raise UserError(
+                    f"callbacks.validation.metrics.{name}: its weights are not at hand: {reason(error)}"
+                ) from error
             # Only the first process measures: it has all images.
             self.metrics[name].distributed_available_fn = lambda: False
         if sampler.sampled_step != trainer.global_step:  # a resumed run may have been killed before it measured

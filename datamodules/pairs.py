@@ -305,7 +305,7 @@ class PairsDataModule(DataModule):
         return self.pixels(which)
 
     def pixels(self, which: slice) -> Iterator[RawBatch]:
-        """Return the first views of these samples in order as pixels, each as a batch of one; none of shards alone."""
+        """Return the first views of these samples in order as pixels, each as a batch of one; none of `data.shards`."""
         dataset = self.dataset(None)
         return (dataset[(index, 0)] for index in (self.leading[which] if self.views else ()))
 

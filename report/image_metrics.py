@@ -24,7 +24,8 @@ class FeatureSimilarity(MeanMetric):
     """Cosine similarity of the features of two images: CLIP-I with a CLIP model, DINO with DINOv2.
 
     Args:
-        model_name_or_path: folder or hub id of a transformers model; raises an OSError if it cannot be loaded.
+        model_name_or_path: folder or hub id of a transformers model; raises an OSError if it cannot be loaded. With
+            `_partial_: true` in YAML only the process that measures loads it.
     """
 
     higher_is_better = True  # type: ignore[assignment]

@@ -108,7 +108,7 @@ def licence(name: str, repository: str | None, revision: str | None) -> dict[str
     from huggingface_hub.repocard import metadata_load
 
     facts: Any = None
-    # The base may be unreachable, or have no README.md, or one without YAML.
+    # An unreachable base, or a README.md with damaged YAML, is a note.
     with best_effort("licence of the base"):
         path = repository_file(str(Path(name).expanduser()), "README.md", revision)
         facts = None if path is None else metadata_load(path)

@@ -1,5 +1,6 @@
 """Settings as text: quoted for Hydra's command line and for Markdown, by flat keys, and for other people to read."""
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -46,12 +47,12 @@ PATHS = {
 SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential", re.IGNORECASE)
 
 
-def flat_settings(settings: Mapping[Any, Any], start: str = "") -> dict[str, Any]:
-    """Return nested settings by their keys with dots."""
+def flat_settings(settings: Mapping[Any, Any], start: str = "", levels: float = math.inf) -> dict[str, Any]:
+    """Return nested settings by their keys with dots, down to some level."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        nested = isinstance(value, dict) and value
-        found |= flat_settings(value, f"{start}{key}.") if nested else {f"{start}{key}": value}
+        nested = isinstance(value, dict) and value and levels > 1
+        found |= flat_settings(value, f"{start}{key}.", levels - 1) if nested else {f"{start}{key}": value}
     return found
 
 

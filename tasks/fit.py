@@ -33,7 +33,7 @@ from tasks.uploads import push_to_hub
 def fit(cfg: DictConfig, output_dir: Path) -> float:
     """Train, and return the monitored value, by which a sweep compares."""
     run = RunFolder(output_dir)
-    with no_traces_unless_started(run):
+    with no_output_unless_started(run):
         settings = run_settings(cfg)
         start = find_start(cfg, run, settings)
         if (end := start.end) is not None:
@@ -147,11 +147,12 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
 
 
 @contextlib.contextmanager
-def no_traces_unless_started(run: RunFolder) -> Iterator[None]:
+def no_output_unless_started(run: RunFolder) -> Iterator[None]:
     """Remove the output of a run that ends before its config.yaml is written, unless the folder had some before."""
     fresh = is_first_process() and not any(path.exists() for path in run.leftovers())
     try:
         yield
     finally:
         if fresh and not run.config.exists():
-            run.remove_leftovers()
+            with contextlib.suppress(OSError):  # a logger may still write; the run's own error counts
+                run.remove_leftovers()

@@ -167,6 +167,6 @@ def header_entries(metadata: Mapping[str, str]) -> dict[str, str]:
         entries = {key: text}
         with suppress(ValueError, RecursionError):  # shown as it is
             if isinstance(parsed := json.loads(text[:LONGEST]), dict):
-                entries = flat_settings(parsed, "" if key in (HEADER_KEY, DIFFUSERS_KEY) else f"{key}.")
+                entries = flat_settings(parsed, "" if key in (HEADER_KEY, DIFFUSERS_KEY) else f"{key}.", levels=2)
         found |= {name: value for name, value in entries.items() if value not in ("", None, [], {})}
     return {key: shown(found[key]) for key in dict.fromkeys([*FIRST, *found]) if key in found}

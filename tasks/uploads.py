@@ -1,7 +1,7 @@
 """Uploads of a run: output_dir=s3://... keeps its folder in a bucket, hub.push=OWNER/NAME publishes its weights.
 
 The folder is downloaded before the run, and uploaded after each checkpoint and at the end. The weights are uploaded to
-huggingface.co at the end, which never fails the run.
+huggingface.co at the end; a failure there never fails the run.
 """
 
 import json
@@ -173,14 +173,14 @@ def push_to_hub(run: RunFolder, kind: str, repository: str, private: bool) -> No
     work = lambda: failures.append(_send(folders, repository, private))  # noqa: E731
     thread = threading.Thread(target=work, name="upload", daemon=True)
     with best_effort(f"upload to {repository}"):
-        try:
-            stop.check()
+        if stop.signal is None:
             log.info(f"uploading to {repository}")
             thread.start()
-            thread.join()
-            [failure] = failures
-        except Stopped as stopped:
-            failure = str(stopped)
+        busy_with, stop.busy_with = stop.busy_with, "leaving the upload"
+        while stop.signal is None and thread.is_alive():
+            thread.join(0.1)
+        stop.busy_with = busy_with
+        failure = failures[0] if failures else f"stopped by {stop.signal.name if stop.signal else 'an error'}"
         if failure:
             end = " --private" if private else ""
             commands = [

@@ -42,12 +42,12 @@ def test_card_edits_a_picture_in_the_stock_pipeline_and_predict_gives_the_same(r
     exec(code, names)
     target = draw(EXAMPLE.changed(STAR, replace(STAR, color="red")))
     changed = np.asarray(ImageChops.difference(example, target)).max(-1) > 24
-    assert share_close(names["picture"], target, changed) >= 0.85
-    assert share_close(names["picture"], target, ~changed) >= 0.97
+    assert share_close(names["edited"], target, changed) >= 0.85
+    assert share_close(names["edited"], target, ~changed) >= 0.97
     command = re.search(r"python predict.py\s+(image=\S+)\s+prompt=\"([^\"]+)\"", card)
     run("predict", command[1], f"prompt={command[2]}", "seed=0", f"output_dir={tmp_path}")
     [picture] = Path(tmp_path).glob("*.png")
-    assert max(high for _, high in ImageChops.difference(Image.open(picture), names["picture"]).getextrema()) <= 1
+    assert max(high for _, high in ImageChops.difference(Image.open(picture), names["edited"]).getextrema()) <= 1
 
 
 @pytest.mark.slow

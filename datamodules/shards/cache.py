@@ -167,7 +167,7 @@ class Cache:
         return True
 
     def begin(self, is_first: bool) -> None:
-        """Prepare a build; for a cache in a bucket, one process of each machine does.
+        """Prepare a build. Called by one process; for a cache in a bucket, by one per machine.
 
         Args:
             is_first: whether this is the first process of all, which keeps other commands waiting.
