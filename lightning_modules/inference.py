@@ -106,7 +106,7 @@ class SamplingTransformer:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Temporarily sample with it."""
+        """Temporarily sample with this transformer."""
         module = self.module
         with module.execution.without_compiling():
             try:

@@ -211,7 +211,7 @@ def endings_of(folder: Path, given: tuple[str, str] | None) -> tuple[str, str] |
 def samples_by_name(
     targets: Listing, controls: Sequence[Listing], rejected: Listing | None, root: Root, require_prompt: bool
 ) -> Found:
-    """Return the samples whose files have one stem.
+    """Return the samples of a root: files with the same stem belong together.
 
     Args:
         targets: targets, captions and masks.
