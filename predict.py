@@ -6,15 +6,14 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from datamodules.locks import in_use
 from runs.run_folder import shorten
 from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments
 from tasks.check_keys import check_keys, check_read, chosen_task
 from tasks.check_values import check_ranges
-from tasks.folders import IN_CACHE_DIR
+from tasks.folders import IN_CACHE_DIR, output_in_use
 from tasks.resolvers import CONF
-from tasks.terminal import command_line, end_workers, is_first_process, one_line_errors
+from tasks.terminal import command_line, end_workers, one_line_errors
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
@@ -30,8 +29,7 @@ def _run(cfg: DictConfig) -> None:
             check_keys(cfg, "predict")
             check_ranges(cfg, "predict")
             check_read(cfg.task, HydraConfig.get().overrides.task)
-            writes = cfg.task not in IN_CACHE_DIR and is_first_process()
-            with in_use(output_dir) if writes else contextlib.nullcontext():
+            with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else output_in_use(output_dir):
                 get_method(task)(cfg, output_dir)
             stop.check()
     finally:

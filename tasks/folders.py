@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,11 @@ def new_folder(pattern: str) -> str:
     raise AssertionError
 
 
+def output_in_use(folder: Path) -> AbstractContextManager[None]:
+    """Temporarily keep other commands out of an output folder; only the first process of a command holds the lock."""
+    return in_use(folder) if is_first_process() else nullcontext()
+
+
 def require_empty(folder: Path) -> None:
     """Raise a UserError if a folder, in use by this command, contains anything: it would be replaced as a whole."""
     if any(path.name != LOCK for path in folder.iterdir()):
@@ -79,9 +84,7 @@ class MakeFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with one_line_errors():
-            folder = make_folder(config, "hydra.sweep.dir")
-            if is_first_process():
-                self._sweep.enter_context(in_use(folder))
+            self._sweep.enter_context(output_in_use(make_folder(config, "hydra.sweep.dir")))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         self._sweep.close()
