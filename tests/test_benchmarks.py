@@ -29,7 +29,7 @@ def read(output):
 
 
 def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_path):
-    """All parts, train.py among them; of the rows those that cover each value of each column."""
+    """Run all parts, train.py included, with the rows that cover each value of each column."""
     output = tmp_path / "results" / "tiny.json"
     named = "torch", "diffusers", "peft", "bitsandbytes", "optimum-quanto", "lightning", "hydra-core", "obstore"
     named = *named, "rapidfuzz"
@@ -100,7 +100,7 @@ def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(start, tm
 
 @pytest.fixture
 def whole(tmp_path):
-    """What a run leaves, and what a judge reads of it."""
+    """Return the output of a run, as a judge reads it."""
     run = tmp_path / "whole" / "run"
     for name in ("lora/last", "checkpoints"):
         (run / name).mkdir(parents=True)

@@ -110,7 +110,7 @@ def new_cache():
 
 
 def build(cache, count, first=0):
-    """What a build does, in short."""
+    """Do the work of a build."""
     cache.recover()
     cache.seal(fill(cache, count, full=10**9, first=first))
     cache.merge()
@@ -168,7 +168,7 @@ def test_another_machine_encodes_only_the_samples_that_a_bucket_lacks(bucket, tm
 
 
 def test_a_tar_whose_samples_another_machine_has_uploaded_is_not_uploaded(bucket, tmp_path, monkeypatch):
-    """They would be trained on twice."""
+    """Otherwise they would be trained on twice."""
     left = new_cache()
     fill(left, 3)._file.close()
     elsewhere(tmp_path, monkeypatch, "other")

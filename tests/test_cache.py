@@ -1,4 +1,4 @@
-"""What a cache holds, what is encoded again, and the tasks on it."""
+"""The content of a cache, encoding again after changes, and the tasks on caches."""
 
 import os
 import shlex

@@ -109,7 +109,7 @@ def test_bad_images_stop_the_build_or_are_left_out(run, tiny, tmp_path):
 
 
 def test_picture_that_changes_while_it_is_encoded_is_refused(run, tiny, pairs, tmp_path, monkeypatch):
-    """Else new pixels would go by the name of the old ones, for ever."""
+    """Otherwise new pixels would be stored under the old ones' name for ever."""
     from datamodules import encoding
 
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
@@ -143,7 +143,7 @@ def test_second_build_of_a_cache_waits_for_the_first(run, start, tiny, tmp_path)
 
 @pytest.mark.slow
 def test_a_build_waits_for_a_process_that_a_killed_one_has_left(run, start, tiny, tmp_path):
-    """Which may still write to its tar, though the first process and its lock are gone."""
+    """Such a process may still write to its tar, though the first process and its lock are gone."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 3)
     command = cache_overrides(tiny, root, tmp_path / "cache")
     run("predict", *command)

@@ -13,7 +13,7 @@ SETTINGS = ["scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=fl
 
 @pytest.mark.slow
 def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two_processes, tiny, pairs, tmp_path):
-    """So is an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
+    """This includes an orthogonal T-LoRA, whose ranks follow each sample's timestep."""
 
     def overrides(kind, name, *more):
         if name == "ortho":

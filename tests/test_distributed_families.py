@@ -40,7 +40,7 @@ def even(datasets, tmp_path_factory):
 def test_two_processes_are_one_with_the_doubled_batch_in_every_family(
     run, in_two_processes, arguments, even, tmp_path, cases
 ):
-    """In a second step as well: DDP waits for each gradient of the one before."""
+    """Two steps are compared, since DDP waits for each gradient of the step before."""
 
     def overrides(way, model, learns):
         common = arguments(model, tmp_path / way / model / learns, 2)

@@ -53,7 +53,7 @@ def test_samples_of_an_accumulation_window_count_and_resuming_is_bitwise(run, ti
 
 @pytest.mark.slow
 def test_two_processes_average_as_one_and_split_weights_as_whole_ones(run, in_two_processes, tiny, pairs, tmp_path):
-    """Of layers outside of the blocks, too, which FSDP leaves together behind a picture; so a schedule-free average."""
+    """This includes schedule-free averages, and layers outside of the blocks, which FSDP leaves gathered."""
     layers = ["adapter.target_modules=all-linear", "model.sampling.num_inference_steps=1", "sample_every=2"]
 
     def overrides(name, steps, *more):
@@ -85,7 +85,7 @@ def test_two_processes_average_as_one_and_split_weights_as_whole_ones(run, in_tw
 
 
 def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, tiny, pairs, tmp_path):
-    """They change nothing of what trains, reparametrized weights included; cards stand beside the chosen."""
+    """Sampling does not change trained weights, reparametrized ones included; the chosen weights have cards."""
 
     def overrides(name, *more):
         common = short(tiny, pairs, tmp_path / name, 3, shown=True)

@@ -77,7 +77,7 @@ def test_run_is_not_overwritten(run, gallery, copied, tiny, pairs):
 
 
 class Trap:
-    """What a pickle may do."""
+    """A pickle that runs code when it is loaded."""
 
     def __init__(self, path):
         self.path = path

@@ -47,7 +47,7 @@ def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp
 def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipeline(
     run, arguments, repositories, datasets, tmp_path, monkeypatch, model, dtype
 ):
-    """In bf16, the models' own dtype, all that the stock pipeline rounds is rounded alike."""
+    """Rounding is the stock pipeline's in bf16, the models' own dtype."""
     settings = ["adapter.alpha=7", "adapter.target_modules=all-linear", "optimizer.lr=3e-2", "data.batch_size=2"]
     run("train", *arguments(model, tmp_path / "run", 4, *settings, f"model.dtype={dtype}"))
     monkeypatch.chdir(tmp_path)

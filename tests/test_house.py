@@ -79,7 +79,7 @@ def test_imports_between_folders_go_downward():
 
 
 def test_image_sets_and_lora_files_are_closed_packages():
-    """And importing these loads no other large library than PyTorch."""
+    """Importing them loads no large library besides PyTorch."""
     allowed = {"datamodules.errors", "datamodules.files"}
     for closed, more in (("datamodules.images", set()), ("lightning_modules.lora_files", {"datamodules.hub"})):
         ours = [name for name in FILES if package(name) == closed]
@@ -90,7 +90,7 @@ def test_image_sets_and_lora_files_are_closed_packages():
 
 
 def test_only_train_and_predict_are_imported_by_none():
-    """What nothing imports is named in a YAML, or is dead."""
+    """Other modules that nothing imports are named in a YAML, or are dead."""
     settings = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "conf").rglob("*.yaml"))
     code = "".join(path.read_text(encoding="utf-8") for path in FILES.values())
     imported = set().union(*IMPORTS.values())

@@ -134,7 +134,7 @@ def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch
 
 
 def test_a_download_that_is_broken_off_or_wrong_is_completed(mirror, elsewhere, monkeypatch, capfd):
-    """By the next one, after a kill at each of its files, in a folder with an earlier state; by a second attempt."""
+    """The next download completes it after a kill at any file, onto an earlier state; so does a retry."""
     save(mirror.run, 2)
     mirror.upload()
     older = content(mirror.run)
@@ -197,7 +197,7 @@ def test_the_newer_side_replaces_the_other_unless_both_have_changed(mirror, else
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_run_that_is_killed_while_it_uploads_a_checkpoint_resumes(mirror, bucket, monkeypatch, arrives):
-    """Whether the checkpoint has arrived or not."""
+    """It resumes whether or not the checkpoint has arrived."""
     save(mirror.run, 2)
     mirror.upload()
     save(mirror.run, 4)
@@ -242,7 +242,7 @@ def test_a_job_is_queued_again_when_all_of_it_is_uploaded(bucket, run, tiny, pai
 
 @pytest.mark.slow
 def test_processes_of_a_fresh_machine_download_a_run_once(bucket, run, start, tiny, pairs, tmp_path):
-    """As torchrun starts them: at the same time, and nobody yet knows of the others."""
+    """Processes start as under torchrun: at the same time, without knowing of each other."""
     settings = ["save_every=2", "scheduler=constant", "resume=auto"]
     run("train", *short(tiny, pairs, URL, 2), *settings)
     shutil.rmtree(tmp_path / "outputs")
@@ -253,7 +253,7 @@ def test_processes_of_a_fresh_machine_download_a_run_once(bucket, run, start, ti
 
 
 def test_a_process_that_lightning_has_started_downloads_nothing(mirror, bucket, elsewhere, monkeypatch):
-    """It comes when the first one of its machine, which has started it, is at work in the folder."""
+    """The machine's first process, which started it, is already at work in the folder."""
     save(mirror.run, 2)
     mirror.upload()
     for rank, downloads in (("1", False), ("0", True)):

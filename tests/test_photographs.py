@@ -59,7 +59,7 @@ def of(two_roots, output, *more, steps=6, data="cached"):
 
 @pytest.mark.slow
 def test_streamed_is_cached_and_resumed(run, tiny, two_roots, tmp_path):
-    """With resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions, all at once."""
+    """Resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions are used all at once."""
     common = [*short(tiny, "unused", tmp_path, 1), "scheduler=cosine"]
     here = lambda name, *more, **settings: of(two_roots, tmp_path / name, common, *more, **settings)  # noqa: E731
     text = run("train", *here("cached")).text

@@ -26,7 +26,7 @@ def stock_picture(stock, photo, prompt="mirror picture 1", seed=42, **arguments)
 
 
 def test_trained_lora_gives_predicts_picture_in_the_stock_pipeline(run, stock, trained, photo, tmp_path, monkeypatch):
-    """With a true CFG scale; tests/test_families.py compares every model without one.
+    """Images are compared with a true CFG scale; tests/test_families.py compares every model without one.
 
     Text encoders have left before the transformer is loaded.
     """

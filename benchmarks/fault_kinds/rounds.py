@@ -28,7 +28,7 @@ OR_A_LINE = (0, 1)
 
 
 class Moment(NamedTuple):
-    """When something is done to a command: before one of its changes of files, or after so many seconds.
+    """A moment to act on a command: before one of its changes of files, or after so many seconds.
 
     Attributes:
         pattern: of the paths of the changes that are counted.

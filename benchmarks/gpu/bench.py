@@ -45,7 +45,7 @@ class Bench:
 
     @property
     def cuda(self) -> bool:
-        """Whether a GPU exists."""
+        """True on a GPU."""
         return self.device.type == "cuda"
 
     def size(self, real: int, tiny: int) -> int:

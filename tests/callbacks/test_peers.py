@@ -118,7 +118,7 @@ def test_a_run_ends_with_its_stacks_when_one_of_its_processes_hangs(start, tiny,
 
 
 def test_processes_that_see_different_folders_are_told_so(start, tiny, pairs, tmp_path):
-    """Else one would resume from a checkpoint, and the other begin."""
+    """Otherwise one would resume from a checkpoint and the other start afresh."""
     done = start("train", *short(tiny, pairs, tmp_path / "0", 2))
     assert done.wait(60) == 0
     runs = [[*short(tiny, pairs, tmp_path / str(rank), 4), *DDP, "resume=auto"] for rank in range(2)]

@@ -24,7 +24,7 @@ def test_all_batches_are_full_and_of_one_size(batch_size):
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, {"s": 4, "m": 2, "l": 1}])
 def test_samples_are_drawn_equally_often(batch_size):
-    """But for what waits for its batch: less than one of each size."""
+    """Counts differ only by the samples that wait for a batch, less than one batch per size."""
     sampler = SizeBatchSampler(MIXED, batch_size, seed=0)
     epochs = 60
     count = round(sampler.batches_per_epoch() * epochs)

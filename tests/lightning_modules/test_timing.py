@@ -4,7 +4,7 @@ from lightning_modules import timing
 
 
 def test_a_stage_beside_training_within_another_counts_once(monkeypatch):
-    """Else rates of the steps between would be negative."""
+    """Otherwise the rates of the steps in between would be negative."""
     clock = iter(range(100))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     timer = timing.StageTimer()

@@ -1,7 +1,7 @@
-"""What the commands of one process compute again and again, kept: it halves the time of a short run.
+"""Results that the commands of one process would compute again and again: keeping them halves a short run's time.
 
-Of Hydra's work the part that depends only on the chosen groups, OmegaConf's parse trees and the YAMLs of conf/; of a
-run its products, and that diffusers loads a file of these shapes.
+They are the part of Hydra's work that depends only on the chosen groups, OmegaConf's parse trees, the YAMLs of conf/,
+and whether diffusers loads a file of these shapes.
 """
 
 import copy

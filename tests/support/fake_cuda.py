@@ -70,12 +70,12 @@ def _place():
 
 
 class FakeCuda(TorchDispatchMode):
-    """Inside, tensors of CUDA have no content; those of the host are real.
+    """A fake GPU: tensors on CUDA have no content; those in CPU memory are real.
 
-    Tensors of the host and of the device that meet are PyTorch's own error; so is a number that is read back.
+    Mixing the two is PyTorch's own error, and so is reading a number back.
 
     Attributes:
-        found: what should not be: how often, by what it is and where.
+        found: counts of operations that a GPU would not allow or that are slow, by kind and place.
         attended: how many kernels of attention were called, all in bf16 unless found.
         called: the names of all operators.
         allowed: each of `ON_HOST` that made a tensor there.

@@ -1,4 +1,4 @@
-"""The same pairs in all forms of data sets."""
+"""Pairs stored in all forms of data sets."""
 
 import io
 import json

@@ -57,7 +57,7 @@ from tests.support.tiny_parts import (
 
 
 def build_vae(channels: int = 8) -> AutoencoderKL:
-    """Of FLUX.1's kind."""
+    """Build a small autoencoder with FLUX.1's blocks."""
     return AutoencoderKL(
         block_out_channels=(8, 16, 16, 16),
         down_block_types=("DownEncoderBlock2D",) * 4,

@@ -23,7 +23,7 @@ NAMES = ("qwen3_vl", "qwen2_5_vl")
 
 @pytest.fixture(scope="module")
 def captioners(tmp_path_factory):
-    """For each captioner= a tiny model of its class."""
+    """Return a tiny model of its class for each value of captioner=."""
     folder = tmp_path_factory.mktemp("captioners")
     for name in NAMES:
         build_captioner(folder / name, name)

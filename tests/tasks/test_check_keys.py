@@ -50,7 +50,7 @@ def added(cfg, values):
 
 @pytest.mark.parametrize("script", TASKS)
 def test_any_key_misspelt_by_a_letter_is_refused_wherever_it_is_given(composed, script):
-    """On the command line, in a sweep, and (some) in one's own YAML."""
+    """Places: the command line, a sweep, and for some keys a YAML of one's own."""
     chance, known = random.Random(0), declared(script)
     for key in known.leaves:
         wrong = misspelt(key, chance)

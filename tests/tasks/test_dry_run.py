@@ -115,7 +115,7 @@ def test_cache_is_as_large_as_planned(run, planned, tmp_path):
 
 
 def test_activations_are_what_a_real_step_holds(planned):
-    """The same step runs on real tensors, and its memory is counted in the same way."""
+    """A real step of the same kind is counted in the same way."""
     plan, planned_module, _, cfg = planned
     assert planned_module.transformer is None
     assert plan.weights == 4 * plan.parameters

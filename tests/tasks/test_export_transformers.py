@@ -49,7 +49,7 @@ def test_a_merge_is_fused(gallery, tiny, tmp_path):
 
 
 def test_what_full_fine_tuning_learned_becomes_a_lora(runs, tiny, tmp_path):
-    """At full rank it is the difference of the weights; biases and norms are named."""
+    """The LoRA of full rank equals the difference of the weights; biases and norms are named."""
     tuned = runs(1, "adapter=full", "optimizer.lr=1e-3", "scheduler=constant").folder / "model" / "last"
     text = run_task("export", f"extract={tuned}", "rank=64", *kontext(tiny), f"output_dir={tmp_path / 'lora'}")
     assert "rank 64 lacks " in text

@@ -72,7 +72,7 @@ def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
 
 @pytest.mark.slow
 def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
-    """On the small copies a sharp image of 2400 pixels equals a blurred one."""
+    """A sharp image of 2400 pixels equals a blurred one in the small copies."""
     large = noisy(picture("gravel").resize((2400, 1800), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
     large.save(tmp_path / "target.png")
     large.filter(ImageFilter.GaussianBlur(0.8)).save(tmp_path / "blurred.png")

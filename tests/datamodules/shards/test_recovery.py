@@ -75,7 +75,7 @@ def test_copy_whose_tar_is_not_whole_is_refused_at_once(cache):
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "place"])
 def test_tensors_that_are_not_as_they_were_written_are_never_read(cache, damage):
-    """Also where the tar has the size and time of its part of the index."""
+    """This also holds if the tar's size and time match its part of the index."""
     samples = list(index_of(cache.rows()).samples.values())
     place = samples[0].latents
     path = cache.folder / place.shard

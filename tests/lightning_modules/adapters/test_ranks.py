@@ -26,7 +26,7 @@ PATTERNS = [
 
 
 def check(tiny, *settings):
-    """As before a run, without weights."""
+    """Check the adapter as before a run, without weights."""
     module = build_unloaded(tiny, *settings)
     module.adapter.check(module.base, Training(module.optimization.optimizer, False, False))
 

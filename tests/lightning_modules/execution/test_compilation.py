@@ -37,7 +37,7 @@ def test_compiled_blocks_give_the_same_bits(tiny, exactly, adapter, base):
 
 
 def test_one_graph_serves_all_sizes_where_there_are_several(tiny, pairs, tmp_path):
-    """Else the graphs, and by them the rounding, would depend on which size came first: a resumed run's is another."""
+    """Otherwise graphs and rounding would depend on the first size, which differs in a resumed run."""
     mixed = make_pairs(tmp_path / "mixed", [(32, 32), (48, 32), (32, 48)])
     for root, batch_size, expected in ((pairs, 1, True), (pairs, 3, True), (mixed, 1, False)):
         cfg = compose("train", "data=pairs", f"data.root={root}", f"data.batch_size={batch_size}")

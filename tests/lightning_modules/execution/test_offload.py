@@ -34,7 +34,7 @@ def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
 
 @pytest.mark.slow
 def test_what_waits_is_what_the_dry_run_says(tiny):
-    """But for what rounds a layer's place up."""
+    """They differ only by the rounding of each layer's place."""
     for base in ("bf16", "fp8", "nf4"):
         plain = blocks(build(tiny, base=base).transformer).values()
         sizes = [sum(layer.weight.nbytes for layer in streamed_linears(block)) for block in plain]

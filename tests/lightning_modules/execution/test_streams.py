@@ -160,7 +160,7 @@ def image(module):
 
 
 def test_images_on_streams_have_the_same_bits(tiny):
-    """Without gradients blocks go round and round."""
+    """Blocks cycle through the buffers if there are no gradients."""
     expected = image(made(tiny, "lora", "bf16"))
     with Streams():
         module = offloading(tiny, "lora", "bf16")

@@ -37,7 +37,7 @@ def row(program, *arguments, **more):
 
 
 def loads(pipeline, format, updates, dora, tmp_path):
-    """Whether diffusers' loader makes of a file what was written."""
+    """Return whether diffusers' loader reads from a file what was written."""
     path = tmp_path / "lora.safetensors"
     safetensors.torch.save_file({k: t.contiguous() for k, t in encode(updates, format, pipeline.names).items()}, path)
     try:
@@ -45,7 +45,7 @@ def loads(pipeline, format, updates, dora, tmp_path):
         found = peft_deltas(pipeline.transformer, "a")
         doras = [one.magnitude is not None for one in found.values()]
         return bool(found) and relative(updates, found) < 1e-5 and all(one == dora for one in doras)
-    except Exception:
+    except (AssertionError, KeyError, ValueError):  # the loaders refuse in these ways
         return False
     finally:
         pipeline.unload_lora_weights()
@@ -157,7 +157,7 @@ def written(chosen, path):
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "Other"])
 def test_a_layer_that_diffusers_leaves_out_or_changes_is_named(tmp_path, name):
-    """By a pipeline's loader, or by the transformer's own where the pipeline has none."""
+    """The pipeline's loader reads the file, or the transformer's own if the pipeline has none."""
     transformer, updates = written(("to_q", "to_k"), tmp_path / "x.safetensors")
     first, second, *_ = updates
     missing = {layer: one for layer, one in updates.items() if layer != first}

@@ -98,7 +98,7 @@ def test_files_of_lycoris_are_dense_matrices(base, names, tmp_path, kind, prefix
 
 @pytest.mark.parametrize(("kind", "rows"), [("LoKr", 16), ("LoKr", None), ("LoHa", None)])
 def test_layers_that_are_one_in_a_file_get_its_rows(base, names, tmp_path, kind, rows):
-    """Whether they begin between those of w2, and are a Kronecker product again, or within."""
+    """A layer whose rows begin between those of w2 is a Kronecker product again; one that begins within is not."""
     groups = {name: FLUX[name] for name in (FUSED, "single_blocks.0.linear1", "final_layer.adaLN_modulation.1")}
     state, deltas = {}, {}
     for native, layers in groups.items():

@@ -118,7 +118,7 @@ def test_tensor_cores_are_not_used_if_sides_do_not_fit(tensor_cores, monkeypatch
 
 
 def test_nonfinite_values_stay_so_on_tensor_cores_and_rows_of_zeros_stay_zero(tensor_cores):
-    """So a diverging step is skipped, as on other bases."""
+    """A diverging step is skipped then, as on other bases."""
     x = torch.randn(4, 128)
     x[0, 3], x[1, 3], x[2] = float("inf"), float("nan"), 0
     layer = quantization("fp8").quantize(linear())
