@@ -53,6 +53,11 @@ MODELS = {
     "flux2_klein_4b": Facts("Apache 2.0", "no"),
     "flux2_klein_9b": Facts(FLUX_LICENCE, "no"),
     "flux2_dev": Facts(FLUX_LICENCE, "guidance"),
+    "flux3_klein": Facts(
+        "[FLUX Kommunity](https://huggingface.co/black-forest-labs/flux-3-image-klein/blob/main/LICENSE.md): "
+        "commercial use below 5 million dollars of revenue",
+        "no",
+    ),
     "qwen_image_edit": Facts("Apache 2.0", "no"),
     "qwen_image_edit_plus": Facts("Apache 2.0", "no"),
     "longcat_image_edit": Facts("Apache 2.0", "no"),

@@ -174,6 +174,9 @@ class Family(ABC):
         pipeline_name: the diffusers pipeline named in its repositories.
         transformer_class: its class in diffusers.
         text_components: the repository's components for text encoding only.
+        refused: settings in a transformer's config that it cannot use, with the reason.
+        default_components: class in diffusers and settings of components that its pipeline creates if the repository
+            has none.
         condition_images: their number and sizes.
         geometry: sizes of latents and tokens.
         layers: the layers that LoRA adapts, and their names in other programs.
@@ -188,6 +191,8 @@ class Family(ABC):
     pipeline_name: ClassVar[str]
     transformer_class: ClassVar[str]
     text_components: ClassVar[tuple[str, ...]]
+    refused: ClassVar[Mapping[str, str]] = {}
+    default_components: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]] = {}
     condition_images = ConditionImages()
     geometry = Geometry()
     layers: ClassVar[Layers] = Layers()

@@ -97,7 +97,7 @@ class SamplingTransformer:
             raise UserError(f"{setting}: adapter=full trains no LoRA that another transformer could use")
         if self.module.device_mesh is not None:
             raise UserError(f"{setting}: trainer=fsdp shards one transformer only")
-        self.source.check_settings(type(self.module).__name__)
+        self.source.check_settings(type(self.module))
         self.module.sampler.check_source(self.source)
         layers = self.module.layers.native
         if LayerNames(self.source.meta, layers).shapes != LayerNames(base.source.meta, layers).shapes:

@@ -91,10 +91,9 @@ class Sampler:
             # The transformer's repository says whether it is distilled, and so not guided.
             index = self.base.index | {name: one for name, one in own.items() if name == "is_distilled"}
             settings = {name: one for name, one in index.items() if isinstance(one, bool | int | float)}
-            home = parts.repository, self.base.revision
+            self._scheduler = parts["scheduler"]
             if self._source is not None and "scheduler" in own:
-                home = chosen.repository, chosen.revision
-            self._scheduler = load_component(home[0], "scheduler", revision=home[1])
+                self._scheduler = load_component(chosen.repository, "scheduler", revision=chosen.revision)
             latent_class = type(pipeline_class.__name__, (self.family.latent_pipeline, pipeline_class), {})
             self._pipeline = latent_class(
                 scheduler=self._scheduler,

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from datamodules.hub import repository_file
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
-from lightning_modules.pretrained.repository import resolve_repository
+from lightning_modules.pretrained.repository import index_file, resolve_repository
 from report.images import Strip
 from report.origin import public_name
 from report.quoting import override, portable_path
@@ -61,7 +60,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     # The stock Kontext pipeline accepts one condition image.
     if images <= 1 or module.condition_images.most is not None:
         # Another transformer may come with its own pipeline, and so with its own scheduler.
-        whole = other is not None and repository_file(resolve_repository(other), "model_index.json") is not None
+        whole = other is not None and index_file(resolve_repository(other)) is not None
         own = public_name(module.base.name, names.model)
         assert module.adapter is not None
         loading = module.adapter.loading_code(names.weights, module.pipeline_name)

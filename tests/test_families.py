@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from diffusers import DiffusionPipeline
 from hydra.utils import instantiate
 
 from datamodules.pairs import collate_pixels
@@ -13,7 +12,7 @@ from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.objectives import losses
 from tests.support.pictures import pixels
-from tests.support.stock_pictures import same_request, stock_picture
+from tests.support.stock_pictures import load_stock, same_request, stock_picture
 from tests.support.tiny_pipelines import every_model, with_variants
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -23,7 +22,7 @@ WEIGHTS = "pytorch_lora_weights.safetensors"
 def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp_path, model):
     """Weights agree bit by bit; tokenizers and processors agree in their output for a prompt."""
     module = instantiate(compose("train", *arguments(model, tmp_path / "run", 1)).model, adapter=None)
-    stock = DiffusionPipeline.from_pretrained(repositories[model])
+    stock = load_stock(repositories[model])
     module.configure_model()
     parts = {name: module.base.components[name] for name in (*module.text_components, "vae", "scheduler")}
     parts["transformer"] = module.transformer

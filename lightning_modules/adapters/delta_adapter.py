@@ -130,7 +130,7 @@ class DeltaAdapter(Adapter):
     def write(
         self, folder: Path, gathered: Any, base: FrozenBase, header: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
-        writing.write(folder / WEIGHTS_NAME, gathered, header, dtype)
+        writing.write(folder / WEIGHTS_NAME, gathered, header, dtype, names=base.layer_names)
 
     def check_written(self, folder: Path, base: FrozenBase) -> str:
         pipeline_name = base.family_class.pipeline_name

@@ -75,14 +75,15 @@ class FullFineTuning(Adapter):
         others = [name for name in index if not name.startswith("_") and name not in gathered]
         source = component_folder(base.components.repository, base.revision, others)
         with replacing_folder(folder) as unfinished:
-            shutil.copyfile(source / "model_index.json", unfinished / "model_index.json")
+            for index_file in source.glob("*model_index.json"):
+                shutil.copyfile(index_file, unfinished / index_file.name)
             for name in others:
                 if (source / name).is_dir():  # an optional component may be missing
                     shutil.copytree(source / name, unfinished / name)
             for name, part in gathered.items():
                 with self.in_dtype(part, base.dtype):
                     part.save_pretrained(unfinished / name)
-            for config in (unfinished / "model_index.json", *unfinished.glob("*/config.json")):
+            for config in (*unfinished.glob("*model_index.json"), *unfinished.glob("*/config.json")):
                 _forget_origin(config)
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:

@@ -18,9 +18,13 @@ GRAPHS = 16
 
 
 def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks by name, in the order in which they compute."""
-    lists = {name: part for name, part in transformer.named_children() if isinstance(part, nn.ModuleList)}
-    return {f"{name}.{index}": block for name, part in lists.items() for index, block in enumerate(part)}
+    """Return the repeated blocks by name, in the order of their lists, in which most transformers compute them."""
+    found: dict[str, nn.Module] = {}
+    for name, part in transformer.named_children():
+        inner = dict(part.named_children()) if isinstance(part, nn.ModuleList) else {}
+        inner |= blocks(part) if isinstance(part, nn.ModuleDict) else {}  # of lists
+        found |= {f"{name}.{index}": block for index, block in inner.items()}
+    return found
 
 
 def with_attribute(owner: Any, attribute: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,10 +70,11 @@ def cast_inputs_once(transformer: nn.Module) -> None:
         return output.to(compute_dtype(output))
 
     parts: list[Any] = list(blocks(transformer).values())
+    kept = getattr(transformer, "_keep_in_fp32_modules", None) or ()  # those cast their outputs back themselves
     for attention in [block.attn if hasattr(block, "attn") else block.attention for block in parts]:
         attention.register_forward_pre_hook(cast, with_kwargs=True)
         for name, norm in attention.named_children():
-            if name.startswith("norm_"):  # of queries and keys
+            if name.startswith("norm_") and name not in kept:  # of queries and keys
                 norm.register_forward_hook(cast_output)
 
 
@@ -177,7 +182,7 @@ def compile_blocks(transformer: Any, dynamic: bool | None) -> None:
     """
     found = blocks(transformer)
     # Several lists may have one class (Z-Image has three): their graphs differ but count as one function's.
-    lists = len({name.partition(".")[0] for name in found})
+    lists = len({name.rpartition(".")[0] for name in found})
     compiled = partial(torch.compile, fullgraph=True, dynamic=dynamic, recompile_limit=lists * GRAPHS)
     for block in found.values():
         forward = block.forward

@@ -25,8 +25,8 @@ IN_DIFFUSERS = ("LoRA", "DoRA", "LoKr")
 LOKR_LOADERS = ("Flux2", "ZImage")
 # By format, the models (`NativeNames.readers`; "": those without native names) whose load_lora_weights reads it.
 DIFFUSERS = {
-    "diffusers": ("flux", "flux2", "z_image", ""),
-    "comfyui": ("flux2", "z_image", ""),
+    "diffusers": ("flux", "flux2", "flux3", "z_image", ""),
+    "comfyui": ("flux2", "flux3", "z_image", ""),
     "kohya": ("flux", "flux2", "z_image", ""),
     "onetrainer": ("flux",),
 }
@@ -90,12 +90,14 @@ def readers(
 def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Reader:
     if kind == "OFT":
         return Reader("ComfyUI", False, f"its OFT rotates outputs, and this one inputs; {FUSE}")
-    if format == "peft" or (format == "kohya" and names.readers == "z_image"):
+    others = {"z_image": ["kohya"], "flux3": ["onetrainer"]}
+    if format in ["peft", *others.get(names.readers, [])]:
         return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
     if kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, "ignores lora_magnitude_vector, half of the DoRA; use format=comfyui")
-    ignored = [layer for layer in layers if not layer.startswith(COMFYUI_LAYERS)]
-    if ignored and names.readers in ("flux", "flux2", "longcat") and not FORMATS[format].native:
+    saved = tuple(layer for group in names.saved.values() for layer in group)
+    ignored = [layer for layer in layers if not layer.startswith(saved or COMFYUI_LAYERS)]
+    if ignored and names.readers in ("flux", "flux2", "flux3", "longcat") and not FORMATS[format].native:
         which = f"{len(ignored)} of {len(layers)} layers under these names ({listing(ignored)})"
         return Reader("ComfyUI", False, f"ignores {which}; use format=comfyui")
     return Reader("ComfyUI", True, COMFYUI_DORA if kind == "DoRA" else "")
@@ -131,6 +133,8 @@ def _converts(format: str, names: LayerNames, layer: str) -> bool:
         return not in_block or ".attn." in layer
     if names.readers == "flux2" and FORMATS[format].native:
         return layer != "norm_out.linear"  # it forgets to swap its halves
+    if names.readers == "flux3" and FORMATS[format].native:
+        return "blocks." in layer
     return True
 
 

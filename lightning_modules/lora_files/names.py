@@ -48,12 +48,14 @@ class NativeNames(NamedTuple):
         read_only: further names that files contain, and that are never written.
         swapped: layers of diffusers whose native counterparts have the two halves of the outputs in reverse order.
         readers: which programs know these names, a key of the tables in compatibility.py.
+        saved: native names in the files of runs as well, if ComfyUI reads no others and diffusers converts these.
     """
 
     layers: Mapping[str, tuple[str, ...]] = {}
     read_only: Mapping[str, tuple[str, ...]] = {}
     swapped: tuple[str, ...] = ()
     readers: str = ""
+    saved: tuple[str, ...] = ()
 
 
 NO_NATIVE_NAMES = NativeNames()
@@ -99,6 +101,7 @@ class LayerNames:
         self.swapped = frozenset(native.swapped)
         self.readers = native.readers
         self.native = self._in_blocks(native.layers)
+        self.saved = self._in_blocks({name: native.layers[name] for name in native.saved})
         self._meanings: dict[str, Meaning] = {}
         for known in ({name: (name,) for name in self.shapes}, self.native, self._in_blocks(native.read_only)):
             for name, layers in known.items():

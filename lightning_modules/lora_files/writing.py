@@ -95,7 +95,7 @@ def write(
         deltas: by diffusers' names of the layers.
         dtype: of the weights, unless some are beyond its range.
         format: a key of `FORMATS`.
-        names: the model's layers, for a format with native names.
+        names: the model's layers, for native names.
     """
     tensors = encode(deltas, format, names)
     require_finite(tensors, "or resume from an earlier checkpoint by adapter.init_from=RUN/lora/step-N")
@@ -137,13 +137,16 @@ def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = 
     how = FORMATS[format]
     if format == "onetrainer" and names is not None and names.readers in ("", "z_image"):
         how = how._replace(prefix="transformer.", flat=False)  # its names are flat only for FLUX
+    native = names.native if how.native and names is not None else {}
+    if format == "diffusers" and names is not None and names.saved:
+        how, native = how._replace(prefix=FORMATS["comfyui"].prefix), names.saved
     if (kind := common_kind(deltas.values())) not in how.kinds:
         others = [f"format={name}" for name, one in FORMATS.items() if kind in one.kinds]
         raise UserError(f"format={format}: a {kind} cannot be written in it. Choose {' or '.join(others)}")
     if found := [f"{name}: {delta.unwritable}" for name, delta in deltas.items() if delta.unwritable]:
         raise UserError(f"{found[0]}: no other file can hold it. rank=N writes the closest LoRA")
     rank = max((delta.divisor or 1 for delta in deltas.values()), default=1)
-    named, apart = _as_native(deltas, names) if how.native and names is not None else (deltas, {})
+    named, apart = (deltas, {}) if names is None else _as_native(deltas, names, native)
     if apart and how.fallback is None:
         raise UserError(f"format={format}: {next(iter(apart.values()))}. Choose format=comfyui or format=diffusers")
     tensors = {}
@@ -157,12 +160,14 @@ def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = 
     return tensors
 
 
-def _as_native(deltas: Mapping[str, Delta], names: LayerNames) -> tuple[dict[str, Delta], dict[str, str]]:
-    """Name deltas as in the model's own code, if it has a name; also return why layers cannot join a native layer."""
+def _as_native(
+    deltas: Mapping[str, Delta], names: LayerNames, native_names: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, Delta], dict[str, str]]:
+    """Name deltas by native names, if they have one; also return why layers cannot join a native layer."""
     found: dict[str, Delta] = {}
     joined: set[str] = set()
     apart: dict[str, str] = {}
-    for native, layers in names.native.items():
+    for native, layers in native_names.items():
         present = [layer for layer in layers if layer in deltas]
         if present:
             try:

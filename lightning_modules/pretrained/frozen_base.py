@@ -66,7 +66,10 @@ class FrozenBase:
         )
         devices = settings.devices.items()
         placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices}
-        self.components = Components(self.name, revision, self.dtype, placement, device, self.timer, quantization)
+        defaults = family_class.default_components
+        self.components = Components(
+            self.name, revision, self.dtype, placement, device, self.timer, quantization, defaults
+        )
 
     @property
     def device(self) -> torch.device:
@@ -75,8 +78,8 @@ class FrozenBase:
 
     @property
     def index(self) -> dict[str, Any]:
-        """Its model_index.json."""
-        return repository.read_index(self.components.repository, self.revision)
+        """The classes of its components, and its pipeline's settings."""
+        return self.components.index
 
     @property
     def layer_names(self) -> LayerNames:
@@ -95,11 +98,11 @@ class FrozenBase:
         if missing := [name for name in (*self.encoder_names, "scheduler") if name not in index]:
             raise UserError(f"{self.name} has no {listing(missing)}, which {model} needs: it is made for {made_for}")
         self.components.check_quantization([name for name in self.family_class.text_components if name in index])
-        self.source.check_settings(model)
+        self.source.check_settings(self.family_class)
         if made_for != self.family_class.pipeline_name:
             note_once(
-                f"model_index.json of {self.name} names {made_for}, {model} expects {self.family_class.pipeline_name}: "
-                "check model="
+                f"the index of {self.name} names {made_for}, {model} expects {self.family_class.pipeline_name}: check "
+                "model="
             )
 
     def check_precision(self, precision: str) -> None:
@@ -152,8 +155,9 @@ class FrozenBase:
 
     def vae_tensor(self, name: str) -> Tensor:
         """Read only this one of the autoencoder's tensors, (...) in its file's dtype."""
-        filename = "vae/diffusion_pytorch_model.safetensors"
-        path = repository.repository_file(self.components.repository, filename, self.revision)
+        origin, revision, subfolder = repository.component_origin(self.components.repository, "vae", self.revision)
+        filename = f"{subfolder}/diffusion_pytorch_model.safetensors".lstrip("/")
+        path = repository.repository_file(origin, filename, revision)
         if path is None:
             raise UserError(f"{self.name} has no {filename}: {GET_AGAIN}")
         return SafetensorsWeights([path]).map(name)

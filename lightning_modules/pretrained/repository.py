@@ -30,6 +30,8 @@ log = logging.getLogger("retouch")
 EMBEDDED = "embedded"
 SHAPES = Path(__file__).parent.parent.parent / "assets" / "shapes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# A pipeline's index; the second one is a modular pipeline's.
+INDEXES = ("model_index.json", "modular_model_index.json")
 # Suffixes of single files that people name instead of a repository.
 SINGLE_FILES = (".safetensors", ".gguf", ".sft", ".onnx", *PICKLES)
 # Bytes of a file that takes a while to read.
@@ -80,18 +82,41 @@ def component_folder(repository: str, revision: str | None, names: Iterable[str]
         return Path(repository)
     from huggingface_hub import snapshot_download
 
-    patterns = ["model_index.json", *(f"{name}/*" for name in names)]
+    patterns = [*INDEXES, *(f"{name}/*" for name in names)]
     return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
 
 
+def index_file(repository: str, revision: str | None = None) -> Path | None:
+    """Return the path of a pipeline's index; None if there is none."""
+    return next(filter(None, (repository_file(repository, name, revision) for name in INDEXES)), None)
+
+
 def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """Read model_index.json: the library and class of each component; errors as in `repository_json`."""
-    return repository_json(repository, "model_index.json", revision)
+    """Read the index: the library and class of each component; errors as in `repository_json`.
+
+    A modular pipeline's components have a third entry, their origin.
+    """
+    path = index_file(repository, revision)
+    index = repository_json(repository, INDEXES[0] if path is None else path.name, revision)
+    for name, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 3 and entry[0] is None:  # saved without being loaded
+            index[name] = [*entry[2]["type_hint"], entry[2]]
+    return index
+
+
+def component_origin(repository: str, name: str, revision: str | None = None) -> tuple[str, str | None, str]:
+    """Return a component's repository, revision and subfolder; a modular pipeline's may be in another repository."""
+    entry = read_index(repository, revision).get(name, ())
+    if len(entry) < 3 or Path(repository, name).is_dir():
+        return repository, revision, name
+    named, subfolder = entry[2]["pretrained_model_name_or_path"], entry[2]["subfolder"]
+    return (repository, revision, subfolder) if named == repository else (named, entry[2]["revision"], subfolder or "")
 
 
 def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
     """Read a component's config.json; errors as in `repository_json`."""
-    return repository_json(repository, f"{name}/config.json", revision)
+    origin, revision, subfolder = component_origin(repository, name, revision)
+    return repository_json(origin, f"{subfolder}/config.json".lstrip("/"), revision)
 
 
 def repository_json(repository: str, filename: str, revision: str | None) -> dict[str, Any]:
@@ -107,7 +132,7 @@ def component_class(repository: str, name: str, revision: str | None = None) -> 
     index = read_index(repository, revision)
     if name not in index:
         raise UserError(f"{repository} has no component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
-    library, class_name = index[name]
+    library, class_name, *_ = index[name]
     return getattr(importlib.import_module(library), class_name)
 
 
@@ -128,11 +153,12 @@ def load_component(
         UserError: the repository cannot be used, or the component's files are missing or damaged.
     """
     cls = component_class(repository, name, revision)
+    repository, revision, subfolder = component_origin(repository, name, revision)
     if Path(repository).is_dir():
-        check_component(Path(repository, name), cls.__name__)
+        check_component(Path(repository, subfolder), cls.__name__)
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
-        return _from_pretrained(cls, repository, revision=revision, subfolder=name)
-    return load_model(cls, repository, name, revision, dtype, device)
+        return _from_pretrained(cls, repository, revision=revision, subfolder=subfolder)
+    return load_model(cls, repository, subfolder, revision, dtype, device)
 
 
 def encoders_identity(repository: str, revision: str | None, names: Sequence[str], memo: Path) -> dict[str, str]:
@@ -142,7 +168,7 @@ def encoders_identity(repository: str, revision: str | None, names: Sequence[str
         memo: a file that remembers the checksums; a file is read again only if it has changed.
     """
     if not Path(repository).is_dir():
-        path = repository_file(repository, "model_index.json", revision)
+        path = index_file(repository, revision)
         assert path is not None
         return {"repository": repository, "commit": path.parent.name}
     hashes = FileHashes([memo] if memo.is_file() else [])
@@ -226,6 +252,8 @@ class Components:
     main_device: Callable[[], torch.device]  # returns the transformer's device
     timer: StageTimer
     quantization: Quantization | None = None  # of the components that it names
+    # Class in diffusers and settings of components that the repository may lack.
+    defaults: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
     _loaded: dict[str, Any] = field(default_factory=dict)
     _offloaded: set[str] = field(default_factory=set)
 
@@ -252,7 +280,16 @@ class Components:
             self._offloaded.remove(name)
         return self._loaded[name]
 
+    @property
+    def index(self) -> dict[str, Any]:
+        """The repository's index, with the defaults."""
+        defaults = {name: ["diffusers", class_name] for name, (class_name, _) in self.defaults.items()}
+        return defaults | read_index(self.repository, self.revision)
+
     def _load(self, name: str, device: torch.device) -> Any:
+        if name in self.defaults and name not in read_index(self.repository, self.revision):
+            class_name, settings = self.defaults[name]
+            return getattr(importlib.import_module("diffusers"), class_name)(**settings)
         if name not in self.quantized:
             return load_component(self.repository, name, revision=self.revision, dtype=self.dtype, device=device)
         # In the files' own dtype, so that the weights stay mapped until each is quantized.

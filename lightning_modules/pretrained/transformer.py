@@ -11,6 +11,7 @@ import torch
 from datamodules.errors import UserError, listing
 from datamodules.hub import repository_file
 from lightning_modules.execution.offload import streamed_blocks
+from lightning_modules.family import Family
 from lightning_modules.pretrained.checks import (
     check_names,
     check_weight_files,
@@ -18,7 +19,7 @@ from lightning_modules.pretrained.checks import (
     read_json,
     refuse_method,
 )
-from lightning_modules.pretrained.repository import load_model, resolve_repository
+from lightning_modules.pretrained.repository import index_file, load_model, read_index, resolve_repository
 from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
 from lightning_modules.quantization.eight_bit import has_tensor_cores
 from lightning_modules.quantization.quantization import Quantization
@@ -95,18 +96,21 @@ class TransformerSource:
         return {k: value for k, value in self.config().items() if k not in ("_subfolder", "quantization_config")}
 
     def pipeline_index(self) -> dict[str, Any]:
-        """Read the model_index.json of its pipeline; empty for a transformer only."""
-        path = repository_file(self.repository, "model_index.json", self.revision)
-        return {} if path is None else read_json(path)
+        """Read the index of its pipeline; empty for a transformer only."""
+        here = index_file(self.repository, self.revision) is not None
+        return read_index(self.repository, self.revision) if here else {}
 
-    def check_settings(self, model: str) -> None:
-        """Raise a UserError if its class is not the one that the model needs, or settings do not fit it."""
-        found = self.config().get("_class_name")
+    def check_settings(self, family: type[Family]) -> None:
+        """Raise a UserError if it is not one that the model needs, or settings do not fit it."""
+        config = self.config()
+        found = config.get("_class_name")
         if found not in (self.class_name, None):
             raise UserError(
-                f"{self.name} holds a {found}, {model} needs a {self.class_name}: choose the model= that goes with it"
+                f"{self.name} holds a {found}, {family.__name__} needs a {self.class_name}: choose the model= that "
+                "goes with it"
             )
-
+        if reasons := [why for setting, why in family.refused.items() if config.get(setting)]:
+            raise UserError(f"{self.name} {reasons[0]}")
         streamed_blocks(self.meta, self.streamed)
         if self.quantization is not None:
             self.quantization.chosen(self.meta)

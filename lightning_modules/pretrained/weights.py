@@ -106,7 +106,7 @@ def assemble(
     It never needs more memory than the filled model and a few copies of a layer.
 
     Args:
-        dtype: of unquantized weights.
+        dtype: of unquantized weights, except for those that the model keeps in float32.
         quantization: of linear layers that are not quantized on disk; None to keep them.
         placement: returns the final device of a parameter or layer; None for `device`.
     """
@@ -137,10 +137,11 @@ def assemble(
         progress.done(number)
     # A mapped file would keep its pages in memory for the few tensors that are used: those are copied.
     read = weights.read if converted else weights.map
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
-            value = read(name).to(place(name), dtype)
+            value = read(name).to(place(name), torch.float32 if kept & set(name.split(".")) else dtype)
             _require_shape(name, value.shape, parameter.shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     return_freed_memory()

@@ -1,6 +1,7 @@
 """Images of diffusers' stock pipelines for the same request."""
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline
@@ -8,7 +9,14 @@ from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from tests.support.tiny_flux3 import StockFlux3
 from tests.support.tiny_pipelines import AREA, MODELS
+
+
+def load_stock(repository, **how):
+    """Return a repository's pipeline as diffusers loads it."""
+    modular = (Path(repository) / "modular_model_index.json").is_file()
+    return StockFlux3(repository, **how) if modular else DiffusionPipeline.from_pretrained(repository, **how)
 
 
 def shrink_condition_images(monkeypatch, vae: int, condition: int) -> None:
@@ -27,7 +35,7 @@ def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=No
         prepare: called with the pipeline and the LoRA when they are loaded.
     """
     shrink_condition_images(monkeypatch, AREA, AREA)
-    pipeline = DiffusionPipeline.from_pretrained(repository, torch_dtype=dtype)
+    pipeline = load_stock(repository, torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     if lora is not None and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights(lora)

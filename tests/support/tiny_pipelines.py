@@ -45,6 +45,7 @@ from transformers import (
 )
 
 from tests.support.tiny_flux2 import build_flux2_dev, build_flux2_klein
+from tests.support.tiny_flux3 import build_flux3
 from tests.support.tiny_parts import (
     CHARACTERS,
     CHAT,
@@ -300,6 +301,13 @@ MODELS = {
     ),
     "flux2_klein_4b": Tiny(build_flux2_klein, **FLUX2),
     "flux2_dev": Tiny(build_flux2_dev, **FLUX2, variant=True),
+    "flux3_klein": Tiny(
+        build_flux3,
+        settings=(),
+        controls=FLUX2["controls"],
+        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+        takes_list=True,
+    ),
     "z_image": Tiny(
         build_z_image,
         settings=("model.max_sequence_length=96",),

@@ -24,6 +24,7 @@ PARAMETERS = {
     "flux2_klein_4b": 3_875_544_576,
     "flux2_klein_9b": 9_078_581_248,
     "flux2_dev": 32_223_281_152,
+    "flux3_klein": 5_538_458_368,
     "qwen_image": 20_430_401_088,
     "qwen_image_edit": 20_430_401_088,
     "qwen_image_edit_plus": 20_430_401_088,

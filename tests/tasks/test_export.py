@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from diffusers import DiffusionPipeline
 
 from datamodules.errors import UserError
 from lightning_modules.adapters.ranks import Ranks
@@ -17,6 +16,7 @@ from tasks.export import title
 from tests.support.combinations import first
 from tests.support.commands import run_task
 from tests.support.lora_files import layer_names, random_updates, relative
+from tests.support.stock_pictures import load_stock
 from tests.support.tiny_adapters import build
 
 CASES = [("flux_kontext", "all-linear", True), ("qwen_image_edit", "default", False)]
@@ -28,7 +28,7 @@ def names(repositories):
     """Return the layer names of each model."""
     found = {}
     for model in ("flux_kontext", "qwen_image_edit"):
-        found[model] = layer_names(model, DiffusionPipeline.from_pretrained(repositories[model]).transformer)
+        found[model] = layer_names(model, load_stock(repositories[model]).transformer)
     return found
 
 

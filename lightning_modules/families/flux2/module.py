@@ -50,7 +50,32 @@ NATIVE_NAMES = NativeNames(
 )
 
 
-class Flux2Klein(EditModule):
+class Flux2Latents(EditModule):
+    """Latents of FLUX.2's autoencoder, normalized by statistics in its weights."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._statistics: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def _statistics_on(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `_mean_and_std` of the autoencoder's batch norm, on the latents' device."""
+        key = latents.device, latents.dtype
+        if key not in self._statistics:
+            mean, variance = (self.base.vae_tensor(f"bn.running_{name}") for name in ("mean", "var"))
+            self._statistics[key] = _mean_and_std(mean, variance, self.base.vae_config["batch_norm_eps"], latents)
+        return self._statistics[key]
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics_on(latents)
+        return ((_patches(latents) - mean) / std).reshape(latents.shape)
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        latents = latents.to(vae.dtype)
+        mean, std = _mean_and_std(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps, latents)
+        return vae.decode((_patches(latents) * std + mean).reshape(latents.shape)).sample
+
+
+class Flux2Klein(Flux2Latents):
     """FLUX.2 [klein]: any number of condition images, each of its own size; none in prediction works as well.
 
     Padding of the text is not masked.
@@ -66,10 +91,6 @@ class Flux2Klein(EditModule):
     last_block = (flux2_last_block,)
     _prompt_function = "_get_qwen3_prompt_embeds"  # of the pipeline
     _language_model = "Qwen3ForCausalLM"
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._statistics: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def check(self) -> None:
         super().check()
@@ -91,25 +112,6 @@ class Flux2Klein(EditModule):
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:
         return chat_tokens(parts["tokenizer"], prompts, False), self.max_sequence_length
-
-    # Images
-
-    def _statistics_on(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `_mean_and_std` of the autoencoder's batch norm, on the latents' device."""
-        key = latents.device, latents.dtype
-        if key not in self._statistics:
-            mean, variance = (self.base.vae_tensor(f"bn.running_{name}") for name in ("mean", "var"))
-            self._statistics[key] = _mean_and_std(mean, variance, self.base.vae_config["batch_norm_eps"], latents)
-        return self._statistics[key]
-
-    def normalize(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics_on(latents)
-        return ((_patches(latents) - mean) / std).reshape(latents.shape)
-
-    def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        latents = latents.to(vae.dtype)
-        mean, std = _mean_and_std(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps, latents)
-        return vae.decode((_patches(latents) * std + mean).reshape(latents.shape)).sample
 
     # The transformer
 

@@ -27,6 +27,9 @@ CASES = {
     "flux2_klein_4b": ("flux2_klein_4b", []),
     "flux2_klein_4b, two images": ("flux2_klein_4b", [(96, 75), (64, 112)]),
     "flux2_dev, two images": ("flux2_dev", [(96, 75), (64, 112)]),
+    "flux3_klein": ("flux3_klein", []),
+    "flux3_klein, one image": ("flux3_klein", [(96, 64)]),
+    "flux3_klein, two images": ("flux3_klein", [(96, 75), (64, 112)]),
     "z_image": ("z_image", []),
     "longcat_image_edit": ("longcat_image_edit", [(96, 48)]),
     "longcat_image_edit, enlarged": ("longcat_image_edit", [(50, 71)]),
@@ -37,6 +40,7 @@ QUICK = (
     "qwen_image_edit",
     "qwen_image_edit_plus, three images",
     "flux2_klein_4b, two images",
+    "flux3_klein, two images",
     "z_image",
     "longcat_image_edit, enlarged",
 )
