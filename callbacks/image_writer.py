@@ -71,7 +71,7 @@ class ImageWriter(BasePredictionWriter):
         images = {"image": to_image(request.raw.controls[0])} if request.raw.controls else {}
         for scale, file in files.items():
             with Image.open(file) as image:
-                images[f"{scale:g}"] = image.convert("RGB")
+                images[f"{scale:g}"] = image.copy()
         path = self.folder / STRIPS / f"{short_name(name, 251)}.png"
         path.parent.mkdir(exist_ok=True)
         save_png(labelled_row(images), path)

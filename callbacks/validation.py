@@ -271,12 +271,18 @@ def _visits(module: EditModule, batch: LatentBatch) -> Tensor:
 
 
 def _in_unit_range(made: Made) -> tuple[Any, Tensor, Tensor]:
-    """Return source or None, result and target, each (1, 3, H, W) in [0, 1]."""
+    """Return source or None, result and target, each (1, 3, H, W) in [0, 1]; transparent parts are white."""
     assert made.target is not None
     source, sides = None, made.target.shape[-2:]
     if made.controls:
         control = made.controls[0].float()
         source = torch.nn.functional.interpolate(control, sides, mode="bilinear", antialias=True)
     images = source, made.result.float(), made.target.float()
-    in_range = [None if one is None else (one / 2 + 0.5).clamp(0, 1) for one in images]
+    in_range = [None if one is None else _on_white((one / 2 + 0.5).clamp(0, 1)) for one in images]
     return tuple(in_range)  # type: ignore[return-value]
+
+
+def _on_white(image: Tensor) -> Tensor:
+    """(1, 3 or 4, H, W) in [0, 1] -> (1, 3, H, W)."""
+    colours, alpha = image[:, :3], image[:, 3:]
+    return torch.lerp(torch.ones_like(colours), colours, alpha) if alpha.numel() else colours

@@ -59,14 +59,14 @@ class RawBatch(Batch):
         draws: each sample's index in the order in which the run draws samples. All randomness of a sample (noise,
             timestep, caption dropout) is a function of the seed and this index only.
         prompts: one instruction per sample.
-        target: (B, 3, H, W); None in prediction.
-        controls: the condition images, each (B, 3, h, w) at a size of its own.
+        target: (B, C, H, W), C 3 or with alpha 4; None in prediction.
+        controls: the condition images, each (B, C, h, w) at a size of its own.
         mask: (B, 1, H, W) in [0, 1], the weight of each pixel in the loss.
-        prompt_images: for each sample the condition images as its text encoder sees them, each (3, h, w) in 8 bits;
+        prompt_images: for each sample the condition images as its text encoder sees them, each (C, h, w) in 8 bits;
             empty for models whose text encoder sees no images. They stay on the CPU.
         weights: (B,), of each sample in the loss; None if all are 1.
         preserve_prompts: one of `Objective.preserve_prompts` per sample; empty if there are none.
-        rejected: (B, 3, H, W), the image that is preferred less than the target; None if there is none.
+        rejected: (B, C, H, W), the image that is preferred less than the target; None if there is none.
     """
 
     keys: list[str]

@@ -36,7 +36,7 @@ class EditRequest:
 
     Attributes:
         raw: a sample for each prompt, whose keys begin the names of the results' files; the control images are those
-            of the one image, (1, 3, h, w) each.
+            of the one image, (1, C, h, w) each.
         image: path of the image, or paths of several references; None if the prompt is sampled from without one.
         size: (width, height) of the results.
         seeds, lora_scales: each prompt has a result for each pair of them.

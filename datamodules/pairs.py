@@ -56,16 +56,16 @@ class PairDataset(Dataset[RawBatch]):
         view = self.views[index]
         sample, (window, *windows) = view.sample, view.windows
         controls, prompt_images = self.condition_images.load(sample.controls, windows)
-        others = self.preserve_prompts
+        others, alpha = self.preserve_prompts, self.condition_images.alpha
         preserved = [others[drawn(self.seed, PRESERVED, draw, len(others))]] if others else []
         return RawBatch(
             keys=[sample.key],
             draws=[draw],
             prompts=[sample.prompts[drawn(self.seed, CAPTIONS, draw, len(sample.prompts))]],
-            target=load_image(sample.target, window)[None],
+            target=load_image(sample.target, window, alpha)[None],
             controls=controls,
             mask=load_mask(sample.mask, window)[None] if sample.mask else None,
-            rejected=load_image(sample.rejected, window)[None] if sample.rejected else None,
+            rejected=load_image(sample.rejected, window, alpha)[None] if sample.rejected else None,
             weights=torch.tensor([view.weight]) if self.weighted else None,
             prompt_images=[prompt_images],
             preserve_prompts=preserved,
@@ -228,7 +228,7 @@ class PairsDataModule(DataModule):
         first = [View(one[0].sample, one[0].windows) for one in views]
         noun = _noun(view.size for view in first)
         roots = [self.sample_set.root(sample) for sample in samples]
-        self.notes += notes_on(first, [one.facts for one in usable], roots, self.sample_set.framing.flip, noun)
+        self.notes += notes_on(first, [one.facts for one in usable], roots, self.sample_set.framing, noun)
         held = self.sample_set.held_out(samples, self.val_count, noun, checksum)
         self.validation = None
         if held:

@@ -95,7 +95,7 @@ class Encoder:
             return latents, [self.prompts([text], images, device) for text in (*request.captions, *request.preserved)]
 
     def _encode_pixels(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) in [-1, 1] -> mean and std of the latent, on the transformer's device."""
+        """(B, C, H, W) in [-1, 1] -> mean and std of the latent, on the transformer's device."""
         parts, device = self.base.components, self.base.device
         vae = parts["vae"]
         # In diffusers' memory layout, since rounding of bf16 kernels depends on it.
@@ -105,7 +105,7 @@ class Encoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Normalized latents (B, C, h, w) -> pixels (B, 3, H, W), about [-1, 1], on the CPU in float32."""
+        """Normalized latents (B, C, h, w) -> pixels (B, C, H, W), about [-1, 1], on the CPU in float32."""
         parts = self.base.components
         return self.family.decode(parts["vae"], latents.to(parts.device("vae"))).float().cpu()
 

@@ -63,12 +63,14 @@ class SamplingRules(NamedTuple):
         cfg_above: guidance is on if that argument is larger than this.
         any_negative: whether it takes a negative prompt; else it guides away from the empty one.
         mu: the scheduler's `mu`, from the scheduler's config, the target's tokens and the number of steps.
+        guidance_scale: whether it has an argument of this name.
     """
 
     cfg_scale: str | None = "true_cfg_scale"
     cfg_above: float = 1.0
     any_negative: bool = True
     mu: Callable[[Mapping[str, Any], int, int], float] = dynamic_mu
+    guidance_scale: bool = True
 
     def negative_prompt(self, sampling: Sampling) -> str | None:
         """Return the prompt to guide away from; None without guidance."""
@@ -77,7 +79,7 @@ class SamplingRules(NamedTuple):
 
     def scales(self, sampling: Sampling) -> dict[str, float]:
         """Return the pipeline's arguments for the strength of guidance."""
-        scales = {"guidance_scale": sampling.guidance_scale}
+        scales = {"guidance_scale": sampling.guidance_scale} if self.guidance_scale else {}
         if self.cfg_scale == "guidance_scale" and sampling.guidance_scale is None:
             scales["guidance_scale"] = self.cfg_above  # the pipelines' own default would guide
         if self.cfg_scale == "true_cfg_scale":
@@ -239,7 +241,7 @@ class Family(ABC):
         return None
 
     def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, H, W) in [-1, 1], in the autoencoder's dtype -> mean and std (B, C, h, w), before shift and scale."""
+        """(B, 3 or 4, H, W) in [-1, 1], in the autoencoder's dtype -> mean, std (B, C, h, w) before shift and scale."""
         latent = vae.encode(pixels).latent_dist
         return latent.mode(), latent.std
 
@@ -255,7 +257,11 @@ class Family(ABC):
 
     @abstractmethod
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        """Normalized latents (B, C, h, w) on the autoencoder's device -> pixels (B, 3, H, W), about [-1, 1]."""
+        """Normalized latents (B, C, h, w) on the autoencoder's device -> pixels (B, 3 or 4, H, W), about [-1, 1]."""
+
+    def sampling_arguments(self, sampling: Sampling, index: Mapping[str, Any]) -> dict[str, Any]:
+        """Return further arguments of the pipeline, whose model_index.json is `index`."""
+        return {}
 
     def call_arguments(self, width: int, height: int) -> dict[str, Any]:
         """Return arguments of the stock pipeline, besides prompt and sampling, for the image that predict.py makes."""

@@ -120,7 +120,7 @@ class Sampler:
     def generate(
         self, request: EditRequest, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield the request's images, each (1, 3, H, W) about [-1, 1], with its record."""
+        """Yield the request's images, each (1, C, H, W) about [-1, 1], with its record."""
         assert self.sampling is not None
         seconds = self.base.timer.seconds
         seconds["encode_image"] = 0.0
@@ -173,7 +173,7 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seeds: Sequence[int]) -> Tensor:
-        """Sample an image for each sample, (B, 3, H, W) about [-1, 1], as the stock pipeline does for its seed.
+        """Sample an image for each sample, (B, C, H, W) about [-1, 1], as the stock pipeline does for its seed.
 
         Guidance is away from the batch's `empty_prompt`.
 
@@ -188,6 +188,7 @@ class Sampler:
             **{name: tensor.to(base.device) for name, tensor in conditioning.items()},
             "num_inference_steps": sampling.num_inference_steps,
             **self.family.sampling_rules.scales(sampling),
+            **self.family.sampling_arguments(sampling, (self._source or base.source).pipeline_index()),
         }
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         pipeline, self._samples = self.pipeline(), True

@@ -26,15 +26,28 @@ LONGEST = 4096
 LARGEST, THUMBNAIL = 512, 128
 # A labelled row, in pixels: shortest longer side of an image, gap between two, height of a label.
 SMALLEST, GAP, LABEL = 128, 6, 18
+# Side in pixels of a checkerboard's squares.
+SQUARE = 8
 # Text chunks of a strip's PNG: the widths of its parts; and a mark for strips that end in the result, without a target.
 PARTS = "parts"
 NO_TARGET = "no target"
 
 
 def to_image(pixels: "Tensor") -> Image.Image:
-    """Convert (1, 3, H, W) in [-1, 1] to 8 bit, rounded as in diffusers; NaN becomes black."""
+    """Convert (1, C, H, W) in [-1, 1] to 8 bit, rounded as in diffusers; NaN becomes black; with alpha if needed."""
     array = (pixels[0] / 2 + 0.5).nan_to_num(0.0).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
-    return Image.fromarray((array * 255).round().astype("uint8"))
+    image = Image.fromarray((array * 255).round().astype("uint8"))
+    return image.convert("RGB") if image.mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255) else image
+
+
+def opaque(image: Image.Image) -> Image.Image:
+    """Show the transparent parts of an image as a checkerboard."""
+    if image.mode != "RGBA":
+        return image
+    rows, columns = np.indices((image.height, image.width)) // SQUARE
+    board = np.where((rows + columns) % 2, 204, 255).astype("uint8")
+    below = Image.fromarray(np.repeat(board[:, :, None], 3, axis=2)).convert("RGBA")
+    return Image.alpha_composite(below, image).convert("RGB")
 
 
 def save_png(image: Image.Image, path: Path, facts: Mapping[str, str] | None = None) -> None:
@@ -54,6 +67,7 @@ def scaled(image: Image.Image, factor: float, resample: Image.Resampling = Image
 
 def in_a_row(images: Sequence[Image.Image]) -> list[Image.Image]:
     """Scale images to the height of the last, none longer than LONGEST; a very wide one becomes a band between bars."""
+    images = list(map(opaque, images))
     last = scaled(images[-1], min(1.0, LONGEST / max(images[-1].size)))
     height, widest = last.height, max(last.width, 4 * last.height)
     row = []

@@ -278,7 +278,8 @@ def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: Sequence[Size])
     with FakeTensorMode(), PeakMemory() as memory, torch.no_grad():
         fake, dtype = fake_model(vae, module.base.dtype), module.base.dtype
         memory.restart()
-        module.encode_pixels(fake, torch.empty(1, 3, height, width).to(dtype, memory_format=torch.channels_last))
+        pixels = torch.empty(1, module.condition_images.channels, height, width)
+        module.encode_pixels(fake, pixels.to(dtype, memory_format=torch.channels_last))
         encode = memory.peak
         memory.restart()
         module.decode(fake, torch.empty(latents)).float()

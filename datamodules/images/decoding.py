@@ -209,12 +209,13 @@ def verify_image(path: ImageFile) -> None:
 # Pixels.
 
 
-def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True) -> Image.Image:
+def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True, alpha: bool = False) -> Image.Image:
     """Decode an image to upright 8-bit sRGB; 16 bits are scaled down, and transparency is blended onto white.
 
     Args:
         area: pixels that will be used: a much larger image is reduced, a JPEG during decoding.
         in_srgb: convert colours; the values of a mask are no colours.
+        alpha: return RGBA instead, opaque if the image has no transparency.
 
     Raises:
         UserError: the file is unreadable or ends early.
@@ -241,6 +242,8 @@ def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True) -
             image = _converted(image, transform)
         if times > 1:
             image = image.reduce(times)
+        if alpha:
+            return image.convert("RGBA")
         if image.has_transparency_data:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")
@@ -249,7 +252,7 @@ def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True) -
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Convert 8-bit RGB to (3, H, W) in [-1, 1]."""
+    """Convert 8-bit RGB or RGBA to (C, H, W) in [-1, 1]."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
     return pixels.float().div_(255).mul_(2).sub_(1)
 

@@ -224,14 +224,13 @@ def _cropped(own: Sides, bucket: Sides) -> float:
 
 
 def notes_on(
-    views: Sequence[View], facts: Sequence[Sequence[Facts]], roots: Sequence[Root], flip: bool, noun: str
+    views: Sequence[View], facts: Sequence[Sequence[Facts]], roots: Sequence[Root], framing: Framing, noun: str
 ) -> list[str]:
     """Return notes on how images are resized, and on what may be a mistake.
 
     Args:
         views: the first view of each sample.
         facts: facts of the target and the controls of each.
-        flip: mirrored views are trained on.
     """
     counts: Counter[str] = Counter()
     for view, own, root in zip(views, facts, roots, strict=True):
@@ -242,11 +241,12 @@ def notes_on(
         counts["captions are empty"] += sum(not prompt for prompt in prompts)
         literal = any(TRIGGER in prompt for prompt in prompts)
         counts[f"{noun} have {TRIGGER} in the captions: data.trigger_word=WORD puts a word there"] += literal
-        sided = flip and any(map(SIDED.search, prompts))
+        sided = framing.flip and any(map(SIDED.search, prompts))
         counts[f"{noun} have left or right in the captions, wrong for the mirrored images of data.flip=true"] += sided
         hint = "" if root.alpha_mask else ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
         alpha = any(one.alpha for one in own)
-        counts[f"{noun} have an alpha channel, whose transparent parts become white{hint}"] += alpha
+        effect = "which this model learns" if framing.condition_images.alpha else "whose transparent parts become white"
+        counts[f"{noun} have an alpha channel, {effect}{hint}"] += alpha
     notes = [count_of(count, text) for text, count in counts.items() if count]
     if crops := [view.cropped for view in views if view.cropped]:
         share = f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.decoding import Sides, floor_size, open_image, shrunk, size_of_area, to_tensor
+from datamodules.images.decoding import Sides, floor_size, image_size, open_image, shrunk, size_of_area, to_tensor
 from datamodules.images.samples import ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
@@ -77,9 +77,9 @@ class Window(NamedTuple):
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if self.flipped else image
 
 
-def load_image(path: ImageFile, window: Window) -> Tensor:
-    """Return a part of a file as (3, H, W) in [-1, 1]."""
-    return to_tensor(window.of(open_image(path, window.frame[0] * window.frame[1])))
+def load_image(path: ImageFile, window: Window, alpha: bool = False) -> Tensor:
+    """Return a part of a file as (C, H, W) in [-1, 1]: RGB, with `alpha` RGBA."""
+    return to_tensor(window.of(open_image(path, window.frame[0] * window.frame[1], alpha=alpha)))
 
 
 def load_mask(path: ImageFile, window: Window) -> Tensor:
@@ -100,6 +100,7 @@ class ConditionImages:
         condition_image_size: the same for the text encoder; None if it sees no images.
         most_area: largest area that the autoencoder sees; larger images are shrunk to it, their sides rounded down.
         crops: floor its own size by cropping the edges, instead of resizing.
+        alpha: the model sees and makes the alpha channel of images; else transparent parts are white.
     """
 
     most: int | None = None
@@ -108,6 +109,12 @@ class ConditionImages:
     condition_image_size: int | None = None
     most_area: int | None = None
     crops: bool = False
+    alpha: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Number of an image's channels, for the autoencoder."""
+        return 4 if self.alpha else 3
 
     @property
     def text_sees_them(self) -> bool:
@@ -163,7 +170,7 @@ class ConditionImages:
         return window._replace(box=(left + across, top + down, right - across, bottom - down), size=size)
 
     def load(self, paths: Sequence[ImageFile], windows: Sequence[Window]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return images for the autoencoder, each (1, 3, h, w) in [-1, 1], and for the text encoder, as `for_text`.
+        """Return images for the autoencoder, each (1, C, h, w) in [-1, 1], and for the text encoder, as `for_text`.
 
         Args:
             windows: the part of each, at the autoencoder's size.
@@ -172,12 +179,12 @@ class ConditionImages:
             UserError: a file is unreadable.
         """
         used = [max(window.frame[0] * window.frame[1], self.condition_image_size or 0) for window in windows]
-        images = [open_image(path, area) for path, area in zip(paths, used, strict=True)]
+        images = [open_image(path, area, alpha=self.alpha) for path, area in zip(paths, used, strict=True)]
         pixels = [to_tensor(window.of(image))[None] for window, image in zip(windows, images, strict=True)]
         return pixels, self._for_text(images, windows)
 
     def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
-        """Return whole images for the text encoder, each (3, h, w) in 8 bits; none if it sees no images."""
+        """Return whole images for the text encoder, each (C, h, w) in 8 bits; none if it sees no images."""
         images = [open_image(path) for path in paths] if self.text_sees_them else []
         return self._for_text(images, [Window.whole(image.size) for image in images])
 
@@ -190,4 +197,28 @@ class ConditionImages:
             window.of(image, size_of_area(*(window.seen if window.cropped else image.size), area))
             for image, window in zip(images, windows, strict=True)
         ]
-        return [torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in small]
+        return [_in_8_bits(image) for image in small]
+
+
+@dataclass(frozen=True)
+class SeenByBoth(ConditionImages):
+    """Condition images that are resized once: the text encoder sees those of the autoencoder."""
+
+    @property
+    def text_sees_them(self) -> bool:
+        return True
+
+    def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
+        return self.load(paths, [self.window(*image_size(path)) for path in paths])[1]
+
+    def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
+        return [_in_8_bits(self._seen(window.of(image))) for image, window in zip(images, windows, strict=True)]
+
+    def _seen(self, image: Image.Image) -> Image.Image:
+        """Return the autoencoder's image as the text encoder sees it."""
+        return image
+
+
+def _in_8_bits(image: Image.Image) -> Tensor:
+    """Return (C, H, W) in 8 bits."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

@@ -1,19 +1,15 @@
 """LongCat-Image-Edit: a 6B MMDiT conditioned by a vision-language model (arXiv 2512.07584)."""
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
 from datamodules.errors import UserError
-from datamodules.images.decoding import image_size
-from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
-from datamodules.images.windows import ConditionImages, Window, resize
+from datamodules.images.samples import SIDE_MULTIPLE
+from datamodules.images.windows import SeenByBoth, resize
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux.denoise import flux_last_block
 from lightning_modules.families.flux.native_names import NATIVE_NAMES as FLUX_NAMES
@@ -35,12 +31,8 @@ NATIVE_NAMES = FLUX_NAMES._replace(
 
 
 @dataclass(frozen=True)
-class HalvedForText(ConditionImages):
+class HalvedForText(SeenByBoth):
     """The text encoder sees the autoencoder's image at half its width and height."""
-
-    @property
-    def text_sees_them(self) -> bool:
-        return True
 
     def _of_area(self, width: int, height: int, area: int) -> tuple[int, int]:
         """Return sides that are rounded up to 16."""
@@ -48,14 +40,8 @@ class HalvedForText(ConditionImages):
         high = wide / (width / height)  # in the pipeline's order, to round as it does
         return math.ceil(wide / SIDE_MULTIPLE) * SIDE_MULTIPLE, math.ceil(high / SIDE_MULTIPLE) * SIDE_MULTIPLE
 
-    def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
-        return self.load(paths, [self.window(*image_size(path)) for path in paths])[1]
-
-    def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
-        # Resized twice, as in the pipeline.
-        seen = [window.of(image) for image, window in zip(images, windows, strict=True)]
-        small = [resize(image, halved(*image.size)) for image in seen]
-        return [torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in small]
+    def _seen(self, image: Image.Image) -> Image.Image:
+        return resize(image, halved(*image.size))  # resized twice, as in the pipeline
 
 
 def halved(width: int, height: int) -> tuple[int, int]:
