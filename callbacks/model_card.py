@@ -74,13 +74,13 @@ class ModelCard(L.Callback):
             shown, strips = self._write_images(folder, step)
         measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
-        edits, captions = module.condition_images.most != 0, data.captions().most_common()
+        edits, captions = data.noun != "images", data.captions().most_common()
         caption = one_line(captions[0][0]) if captions else ""
         render(
             folder / README,
             Path(__file__).with_name("model_card.md"),
             **self._use(module, folder, strips, seed),
-            metadata=_metadata(module, origin, self.trigger_word or caption, strips, is_lora),
+            metadata=_metadata(module, origin, self.trigger_word or caption, strips, is_lora, edits),
             title=self.repository.rpartition("/")[2] if self.repository else self.run.path.absolute().name,
             adapter=str(module.adapter),
             edits=edits,
@@ -138,7 +138,7 @@ class ModelCard(L.Callback):
         }
 
 
-def _metadata(module: EditModule, origin: Origin, prompt: str, strips: list[Strip], is_lora: bool) -> str:
+def _metadata(module: EditModule, origin: Origin, prompt: str, strips: list[Strip], is_lora: bool, edits: bool) -> str:
     """Return the YAML header, without its delimiters."""
     from huggingface_hub import ModelCardData
 
@@ -153,7 +153,7 @@ def _metadata(module: EditModule, origin: Origin, prompt: str, strips: list[Stri
         base_model=bases[0] if len(bases) == 1 else bases or None,
         base_model_relation=relation if bases else None,
         library_name="diffusers",
-        pipeline_tag="image-to-image" if module.condition_images.most != 0 else "text-to-image",
+        pipeline_tag="image-to-image" if edits else "text-to-image",
         tags=["diffusers", *lora, *(["t-lora"] if module.rank_gates else [])],
         instance_prompt=prompt or None,
         widget=widget or None,

@@ -133,7 +133,7 @@ class SampleImages(L.Callback):
         if not (trainer.is_global_zero and self.results):
             return
         names = file_names([one.key for one in self.results])
-        first = min(self.results, key=lambda made: names[made.key])
+        first = min(self.results, key=lambda made: (not made.controls, names[made.key]))
         if first.controls and not self.run.control.is_file():  # its own file may be inside a table or a tar
             with best_effort(str(self.run.control)):
                 save_png(to_image(first.controls[0]), self.run.control)

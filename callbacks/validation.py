@@ -254,7 +254,7 @@ def _band_losses(module: EditModule, batch: LatentBatch, place: float) -> Tensor
     losses = []
     for band in range(BANDS):
         t = torch.tensor([(band + place) / BANDS])
-        drawn = flow.Noise(t, torch.ones(1), noise, torch.zeros_like(noise))
+        drawn = flow.Noise(t, noise, torch.zeros_like(noise))
         noised = module.flow.noised_by(batch, drawn, module.normalize)
         velocity = module.denoise(noised.x_t, noised.t, noised.controls, noised.prompt)
         loss = flow.flow_loss(velocity, noised.velocity, batch.mask)

@@ -67,6 +67,7 @@ class RawBatch(Batch):
         weights: (B,), of each sample in the loss; None if all are 1.
         preserve_prompts: one of `Objective.preserve_prompts` per sample; empty if there are none.
         rejected: (B, C, H, W), the image that is preferred less than the target; None if there is none.
+        dropped: whether a sample's caption is dropped, so that its prompt is empty; [] if none is.
     """
 
     keys: list[str]
@@ -79,6 +80,7 @@ class RawBatch(Batch):
     weights: Tensor | None = None
     preserve_prompts: list[str] = field(default_factory=list)
     rejected: Tensor | None = None
+    dropped: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prompt_images = self.prompt_images or [[] for _ in self.prompts]
@@ -96,15 +98,15 @@ class LatentBatch(Batch):
     Latents are the autoencoder's outputs, before shift and scale.
 
     Attributes:
-        keys, draws, mask, weights, prompts: as in `RawBatch`; prompts are empty if only the shards of a cache are
-            known.
+        keys, draws, mask, weights, prompts, dropped: as in `RawBatch`; prompts are empty if only the shards of a cache
+            are known.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
         rejected_mean, rejected_std: the same for the rejected image; None if there is none.
         controls: the modes of the condition images' latents, each (B, C, h, w).
         prompt: the family's text conditioning by diffusers' argument names, each (B, ...), padded with zeros to the
             longest of the batch; masks are padded as well, and stay on the CPU.
-        empty_prompt: the same for the empty prompt, with which caption dropout replaces `prompt`; in prediction, for
-            the negative prompt. One row may serve all samples.
+        empty_prompt: the same for the empty prompt, if the objective compares with it; in prediction, for the negative
+            prompt. One row may serve all samples.
         preserve_prompt: the same for one of `Objective.preserve_prompts` for each sample; empty if there are none.
     """
 
@@ -121,6 +123,7 @@ class LatentBatch(Batch):
     preserve_prompt: dict[str, Tensor] = field(default_factory=dict)
     rejected_mean: Tensor | None = None
     rejected_std: Tensor | None = None
+    dropped: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Geometry:
         patch: side of a token's patch of the latent.
         packed: whether the transformer takes tokens; else it takes latents.
         text: name of the prompt tensor (B, L, ...) with one row for each text token.
+        equal_text: whether the samples of a batch need text of one length, since padding would change the result.
         side_multiple: divisor of width and height of an image whose size can be chosen.
         resolution: side of a square image.
     """
@@ -138,6 +142,7 @@ class Geometry:
     patch: int = 2
     packed: bool = True
     text: str = "prompt_embeds"
+    equal_text: bool = False
     side_multiple: int = 16
     resolution: int = 1024
 
@@ -179,9 +184,3 @@ def stack_padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
     return {name: stack(name) for name in samples[0]}
-
-
-def pad_to(tensor: Tensor, length: int) -> Tensor:
-    """Pad with zeros at the end: (B, L, ...) -> (B, length, ...)."""
-    missing = length - tensor.shape[1]
-    return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros(len(tensor), missing, *tensor.shape[2:])], 1)

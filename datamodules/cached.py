@@ -1,6 +1,6 @@
 """Cached latents: training without running the encoders."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from datamodules.images.resizing import Size, View
 from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
 from datamodules.prefetch import ThreadedLoader
-from datamodules.sampler import samples_per_batch
+from datamodules.sampler import FIRST, Choices, samples_per_batch
 from datamodules.shards.cache import FINGERPRINT, Cache, Folder, open_cache
 from datamodules.shards.reader import EncodedSample, LatentReader, hold_out, open_shards
 from datamodules.shards.stores import working_folder
@@ -71,6 +71,14 @@ class CachedDataModule(PairsDataModule):
         """Return the cache for this model's encodings."""
         memo = working_folder(self.cache_dir) / "models.jsonl"
         return open_cache(self.cache_dir, model.encoder.fingerprint_parts(memo))
+
+    def configure_for(self, model: Model) -> None:
+        super().configure_for(model)
+        if (rate := self.choices.reference_dropout) and model.condition_images.text_sees_them:
+            raise UserError(
+                f"data.reference_dropout={rate:g}: the text encoder of {model.base.name} sees the condition images, so "
+                "a cache does not contain its outputs without them. Set data.cache_dir=null to encode in every step."
+            )
 
     def setup(self, stage: str) -> None:
         model = model_of(self.run)
@@ -155,16 +163,21 @@ class CachedDataModule(PairsDataModule):
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         prompts = {prompt for sample in self.encoded for prompt in (*sample.prompts, *sample.preserved)}
-        if self.with_empty_prompt:
+        if self.choices.caption_dropout_rate or self.needs_empty_prompt:
             prompts |= {sample.empty_prompt for sample in self.encoded}
-        return len({prompt.text_tokens for prompt in prompts}) == 1 and len(set(self.sizes)) == 1
+        same_sizes = len(set(self.sizes)) == 1 and not self.choices.reference_dropout
+        return same_sizes and len({prompt.text_tokens for prompt in prompts}) == 1
 
-    def reader(self, empty_prompt: bool, seed: int | None = None) -> LatentReader:
+    def alike(self, index: int, draw: int) -> Hashable:
+        prompts = self.encoded[index].chosen_prompts(self.choices, draw) if self.equal_text else []
+        return super().alike(index, draw), *(prompt.text_tokens for prompt in prompts)
+
+    def reader(self, empty_prompt: bool, choices: Choices = FIRST) -> LatentReader:
         """Return a reader of batches; see `LatentReader`."""
-        return LatentReader(self.source, self.encoded, empty_prompt, seed)
+        return LatentReader(self.source, self.encoded, empty_prompt, choices)
 
     def train_batches(self) -> ThreadedLoader:
-        return ThreadedLoader(self.reader(self.with_empty_prompt, self.seed), self.sampler(), self.num_workers)
+        return ThreadedLoader(self.reader(self.needs_empty_prompt, self.choices), self.sampler(), self.num_workers)
 
     def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
         reader = self.reader(empty_prompt)

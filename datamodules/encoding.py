@@ -146,7 +146,7 @@ class _Requests(Dataset[EncodeRequest]):
     def __init__(self, items: Sequence[Missing], hashes: FileHashes, condition_images: ConditionImages) -> None:
         self.items = items
         self.hashes = hashes
-        self.pixels = PairDataset([one.view for one in items], condition_images, seed=None)
+        self.pixels = PairDataset([one.view for one in items], condition_images)
 
     def __len__(self) -> int:
         return len(self.items)

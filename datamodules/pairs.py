@@ -4,7 +4,7 @@ import hashlib
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields
 from functools import cached_property
@@ -24,14 +24,14 @@ from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.prefetch import Prefetcher
-from datamodules.sampler import CAPTIONS, PRESERVED, SizeBatchSampler, drawn
+from datamodules.sampler import FIRST, Choices, SizeBatchSampler
 
 
 class PairDataset(Dataset[RawBatch]):
     """Views decoded to batches of one, by (index of the view, number of the draw).
 
     Args:
-        seed: draws one of a sample's captions and of preserve_prompts; None for the first caption only.
+        choices: of captions, condition images and preserve_prompts.
         preserve_prompts: prompts of which each sample gets one in addition to its own.
     """
 
@@ -39,13 +39,13 @@ class PairDataset(Dataset[RawBatch]):
         self,
         views: Sequence[View],
         condition_images: ConditionImages,
-        seed: int | None,
+        choices: Choices = FIRST,
         preserve_prompts: Sequence[str] = (),
     ) -> None:
         self.views = views
         self.condition_images = condition_images
-        self.seed = seed
-        self.preserve_prompts = preserve_prompts if seed is not None else ()
+        self.choices = choices
+        self.preserve_prompts = preserve_prompts
         self.weighted = any(view.weight != 1 for view in views)
 
     def __len__(self) -> int:
@@ -53,22 +53,24 @@ class PairDataset(Dataset[RawBatch]):
 
     def __getitem__(self, item: tuple[int, int]) -> RawBatch:
         index, draw = item
-        view = self.views[index]
+        view, choices, others = self.views[index], self.choices, self.preserve_prompts
         sample, (window, *windows) = view.sample, view.windows
-        controls, prompt_images = self.condition_images.load(sample.controls, windows)
-        others, alpha = self.preserve_prompts, self.condition_images.alpha
-        preserved = [others[drawn(self.seed, PRESERVED, draw, len(others))]] if others else []
+        kept = choices.references(draw, len(sample.controls))
+        images = [sample.controls[place] for place in kept], [windows[place] for place in kept]
+        controls, prompt_images = self.condition_images.load(*images)
+        caption, alpha = choices.caption(draw, len(sample.prompts)), self.condition_images.alpha
         return RawBatch(
             keys=[sample.key],
             draws=[draw],
-            prompts=[sample.prompts[drawn(self.seed, CAPTIONS, draw, len(sample.prompts))]],
+            prompts=["" if caption is None else sample.prompts[caption]],
             target=load_image(sample.target, window, alpha)[None],
             controls=controls,
             mask=load_mask(sample.mask, window)[None] if sample.mask else None,
             rejected=load_image(sample.rejected, window, alpha)[None] if sample.rejected else None,
             weights=torch.tensor([view.weight]) if self.weighted else None,
             prompt_images=[prompt_images],
-            preserve_prompts=preserved,
+            preserve_prompts=[others[choices.preserved(draw, len(others))]] if others else [],
+            dropped=[caption is None],
         )
 
 
@@ -114,6 +116,7 @@ class PairsDataModule(DataModule):
         max_tokens_per_batch: instead, the most tokens of a batch of cached latents.
         num_workers: processes that decode images.
         caption_dropout_rate: share of the samples that the model sees with the empty prompt.
+        reference_dropout: share of the condition images that are left out of a step, each independently.
         preview_count: samples on the contact sheet.
         seed: determines the order of the samples.
         val_count: instead of val_root, how many of root's samples are held out; see `choose_held_out`.
@@ -121,7 +124,8 @@ class PairsDataModule(DataModule):
 
     Attributes:
         needs_encoders: whether batches are pixels, which the training step encodes.
-        needs_empty_prompt, preserve_prompts: see `Asking`.
+        needs_empty_prompt, preserve_prompts: see `Asking`. equal_text: see `Geometry`.
+        choices: of each draw in training.
         notes: possible mistakes, one line each.
         validation: the held-out samples, as a data module of their own; None if there are none.
         samples: samples to train on.
@@ -133,6 +137,7 @@ class PairsDataModule(DataModule):
     needs_encoders = True
     needs_empty_prompt = False
     preserve_prompts: tuple[str, ...] = ()
+    equal_text = False
 
     def __init__(
         self,
@@ -148,6 +153,7 @@ class PairsDataModule(DataModule):
         on_missing: Literal["error", "skip"],
         on_bad_image: Literal["error", "skip"],
         caption_dropout_rate: float,
+        reference_dropout: float,
         preview_count: int,
         seed: int,
         val_root: RootSetting,
@@ -177,7 +183,7 @@ class PairsDataModule(DataModule):
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.num_workers = num_workers
-        self.caption_dropout_rate = caption_dropout_rate
+        self.choices = Choices(seed, caption_dropout_rate, reference_dropout)
         self.preview_count = preview_count
         self.seed = seed
         self.val_count = val_count
@@ -191,14 +197,15 @@ class PairsDataModule(DataModule):
     def configure_for(self, model: Model) -> None:
         """Check and load images as this model takes them."""
         self.sample_set.configure_for(model.base.name, model.condition_images, model.geometry.side_multiple)
+        self.equal_text = model.geometry.equal_text
+        if (rate := self.choices.reference_dropout) and model.condition_images.least:
+            raise UserError(
+                f"data.reference_dropout={rate:g}: {model.base.name} needs a condition image for each prompt. Set it "
+                "to 0."
+            )
         if model.objective is not None:
             self.needs_empty_prompt = model.objective.needs_empty_prompt
             self.preserve_prompts = model.objective.preserve_prompts
-
-    @property
-    def with_empty_prompt(self) -> bool:
-        """Whether training batches contain the empty prompt's conditioning."""
-        return self.caption_dropout_rate > 0 or self.needs_empty_prompt
 
     def setup(self, stage: str) -> None:
         self.configure_for(model_of(self.run))
@@ -211,6 +218,11 @@ class PairsDataModule(DataModule):
         usable, notes = self.sample_set.check(found.samples)
         self.notes = [*found.notes, *notes]
         self.take(usable)
+        if self.needs_encoders and self.equal_text and self.batch_size > 1 and len(self.captions()) > 1:
+            raise UserError(
+                f"data.batch_size={self.batch_size}: {self.sample_set.model} needs prompts of one length in a batch, "
+                "which is known once they are encoded. Use data=cached, or trainer.accumulate_grad_batches."
+            )
 
     def take(self, usable: Sequence[Usable], checksum: Callable[[ImageFile], str | None] = lambda image: None) -> None:
         """Train on these samples, except held-out ones, for which `validation` is a data module.
@@ -257,6 +269,12 @@ class PairsDataModule(DataModule):
         self.notes += bucket_notes(self.sizes, self.repeats, full, self.noun)
 
     @property
+    def drawn_sizes(self) -> list[Size]:
+        """Sizes as training may draw them, also without condition images where these are dropped."""
+        bare = [((images[0],), names) for images, names in self.sizes if self.choices.reference_dropout]
+        return [*self.sizes, *bare]
+
+    @property
     def repeats(self) -> list[int]:
         """Number of times that an epoch draws each view."""
         return [view.repeats for view in self.views] or [1] * len(self.sizes)
@@ -277,11 +295,12 @@ class PairsDataModule(DataModule):
             # Every step accumulates the same number of batches, also at the end of an epoch.
             start=trainer.global_step * trainer.accumulate_grad_batches,
             repeats=self.repeats,
+            alike=self.alike if self.choices.reference_dropout or self.equal_text else None,
         )
 
-    def dataset(self, seed: int | None) -> PairDataset:
-        """Return the views, decoded to pixels; see `PairDataset`."""
-        return PairDataset(self.views, self.sample_set.condition_images, seed, self.preserve_prompts)
+    def alike(self, index: int, draw: int) -> Hashable:
+        """Return what the draws of a batch have in common besides the size: the condition images that are kept."""
+        return self.choices.references(draw, len(self.sizes[index][0]) - 1)
 
     def train_dataloader(self) -> Prefetcher:
         return Prefetcher(self.train_batches(), self.run.strategy.root_device)
@@ -289,7 +308,7 @@ class PairsDataModule(DataModule):
     def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
         """Return this process's batches, on the CPU, without end, from the trainer's position on."""
         return DataLoader(
-            dataset=self.dataset(self.seed),
+            dataset=PairDataset(self.views, self.sample_set.condition_images, self.choices, self.preserve_prompts),
             batch_sampler=self.sampler(),
             collate_fn=collate_pixels,
             num_workers=self.num_workers,
@@ -306,7 +325,7 @@ class PairsDataModule(DataModule):
 
     def pixels(self, which: slice) -> Iterator[RawBatch]:
         """Return the first views of these samples in order as pixels, each as a batch of one; none of `data.shards`."""
-        dataset = self.dataset(None)
+        dataset = PairDataset(self.views, self.sample_set.condition_images)
         return (dataset[(index, 0)] for index in (self.leading[which] if self.views else ()))
 
     @property
@@ -335,7 +354,10 @@ class PairsDataModule(DataModule):
         """Return the training data in one line, for the summary."""
         held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
         views = "" if len(self.sizes) == self.sample_count else f" in {count_of(len(self.sizes), 'views')}"
-        return f"{count_of(self.sample_count, self.noun)}{views} of {self.origin}{held_out}"
+        counts = Counter(len(self.sizes[index][0]) - 1 for index in self.leading)
+        numbers = [f"{count:,} with {images or 'no'}" for images, count in sorted(counts.items())]
+        images = f" ({', '.join(numbers)} condition images)" if len(numbers) > 1 else ""
+        return f"{count_of(self.sample_count, self.noun)}{images}{views} of {self.origin}{held_out}"
 
     @property
     def origin(self) -> str:
@@ -344,9 +366,11 @@ class PairsDataModule(DataModule):
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         """Return whether all batches are known to have the same shapes before prompts are encoded."""
-        more = [*self.preserve_prompts, *([""] if self.with_empty_prompt else [])]
+        empty = self.choices.caption_dropout_rate > 0 or self.needs_empty_prompt
+        more = [*self.preserve_prompts, *([""] if empty else [])]
         kinds = {(view.size, prompt) for view in self.views for prompt in (*view.sample.prompts, *more)}
-        return len({(size, str(prompt_shapes(prompt, list(size[0][1:])))) for size, prompt in kinds}) == 1
+        shapes = {(size, str(prompt_shapes(prompt, list(size[0][1:])))) for size, prompt in kinds}
+        return len(shapes) == 1 and not self.choices.reference_dropout
 
     def size_counts(self) -> Counter[tuple[int, int]]:
         """Return the number of targets of each (width, height)."""
@@ -354,4 +378,5 @@ class PairsDataModule(DataModule):
 
 
 def _noun(sizes: Iterable[Size]) -> str:
-    return "pairs" if any(len(images) > 1 for images, _ in sizes) else "images"
+    edits = {len(images) > 1 for images, _ in sizes}
+    return "samples" if len(edits) > 1 else "pairs" if True in edits else "images"

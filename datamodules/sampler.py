@@ -1,15 +1,15 @@
-"""Batches of samples of one size, without end."""
+"""The random choices of draws, and batches of samples of one size, without end."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
 
-# Separate the randomness of captions and of preserved prompts from that of the order.
-CAPTIONS, PRESERVED = 0x63617074, 0x6B656570
+# Separate the random choices of a draw from each other, and from the order.
+CAPTIONS, PRESERVED, DROPPED, REFERENCES = 0x63617074, 0x6B656570, 0x64726F70, 0x72656673
 
 
 def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens: float) -> int:
@@ -17,29 +17,63 @@ def samples_per_batch(batch_size: int, max_tokens_per_batch: int | None, tokens:
     return batch_size if max_tokens_per_batch is None else max(1, int(max_tokens_per_batch // tokens))
 
 
-def drawn(seed: int | None, kind: int, draw: int, count: int) -> int:
-    """Return the index of the prompt for a draw, a function of the run's seed and the draw's index only.
+class Choices(NamedTuple):
+    """The random choices of each draw: functions of the run's seed and the draw's index only.
 
-    Args:
-        seed: None for the first prompt.
-        kind: `CAPTIONS` or `PRESERVED`.
+    Attributes:
+        seed: None for no randomness: the first caption, and all condition images.
+        caption_dropout_rate: share of the draws whose caption is the empty prompt.
+        reference_dropout: share of the condition images that are left out, each independently.
     """
-    return 0 if seed is None or count == 1 else int(np.random.default_rng((seed, kind, draw)).integers(count))
+
+    seed: int | None = None
+    caption_dropout_rate: float = 0.0
+    reference_dropout: float = 0.0
+
+    def caption(self, draw: int, captions: int) -> int | None:
+        """Return the index of a draw's caption; None where it is dropped."""
+        if self._shares(DROPPED, draw, 1, self.caption_dropout_rate)[0]:
+            return None
+        return self._index(CAPTIONS, draw, captions)
+
+    def preserved(self, draw: int, prompts: int) -> int:
+        """Return the index of a draw's preserved prompt."""
+        return self._index(PRESERVED, draw, prompts)
+
+    def references(self, draw: int, images: int) -> tuple[int, ...]:
+        """Return the indices of the condition images that a draw keeps."""
+        dropped = self._shares(REFERENCES, draw, images, self.reference_dropout)
+        return tuple(index for index, one in enumerate(dropped) if not one)
+
+    def _index(self, kind: int, draw: int, count: int) -> int:
+        if self.seed is None or count == 1:
+            return 0
+        return int(np.random.default_rng((self.seed, kind, draw)).integers(count))
+
+    def _shares(self, kind: int, draw: int, count: int, rate: float) -> Sequence[bool]:
+        if self.seed is None or not rate:
+            return [False] * count
+        return (np.random.default_rng((self.seed, kind, draw)).random(count) < rate).tolist()
+
+
+# The first caption and all condition images.
+FIRST = Choices()
 
 
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     """This rank's batches, without end: lists of (index of the sample, index of the draw).
 
-    The order of the samples in an epoch is a function of (seed, epoch). Samples are collected by size; once there are
-    batch_size * world_size of one size they become a batch, of which each rank takes its slice. The rest at the end of
-    an epoch waits for the next one: all batches are full, so each draw has the same weight, even for a rare size. One
-    process with batch size N * B sees the same samples as N processes with batch size B; and if all samples have one
-    size, the order does not depend on the batch size.
+    The order of the samples in an epoch is a function of (seed, epoch), and draws are counted in this order. Samples
+    are collected by size; once there are batch_size * world_size of one size they become a batch, of which each rank
+    takes its slice. The rest at the end of an epoch waits for the next one: all batches are full, so each draw has the
+    same weight, even for a rare size. One process with batch size N * B sees the same samples as N processes with batch
+    size B; and if all samples have one size, the order does not depend on the batch size.
 
     A later start draws all earlier batches again, which takes a second for a million draws.
 
     Args:
         sizes: for each sample, its size; the samples of a batch have the same.
+        alike: returns what they have in common besides, by (index of the sample, index of the draw); None for nothing.
         batch_size: samples per batch and rank; or a number for each size.
         repeats: how often an epoch contains each sample; None for once.
         start: number of batches to skip, to resume a run.
@@ -54,6 +88,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         world_size: int = 1,
         start: int = 0,
         repeats: Sequence[int] | None = None,
+        alike: Callable[[int, int], Hashable] | None = None,
     ) -> None:
         self.sizes = sizes
         self.limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
@@ -62,6 +97,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         self.world_size = world_size
         self.start = start
         self.repeats = repeats
+        self.alike = alike
 
     def epoch(self, number: int) -> list[int]:
         """Return the order in which an epoch draws its samples."""
@@ -75,21 +111,18 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         drawn = zip(self.sizes, repeats, strict=True)
         return sum(times / self.limits[size] for size, times in drawn) / self.world_size
 
-    def batches(self) -> Iterator[list[int]]:
+    def batches(self) -> Iterator[list[tuple[int, int]]]:
         """Yield the batches of all ranks together, without end."""
-        waiting: dict[Hashable, list[int]] = defaultdict(list)
-        for number in count():
-            for index in self.epoch(number):
-                size = self.sizes[index]
-                waiting[size].append(index)
-                if len(waiting[size]) == self.limits[size] * self.world_size:
-                    yield waiting.pop(size)
+        waiting: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+        order = (index for number in count() for index in self.epoch(number))
+        for draw, index in enumerate(order):
+            size = self.sizes[index]
+            group = size, None if self.alike is None else self.alike(index, draw)
+            waiting[group].append((index, draw))
+            if len(waiting[group]) == self.limits[size] * self.world_size:
+                yield waiting.pop(group)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        draw = 0
-        for position, batch in enumerate(self.batches()):
-            if position >= self.start:
-                share = len(batch) // self.world_size
-                mine = range(self.rank * share, (self.rank + 1) * share)
-                yield [(batch[place], draw + place) for place in mine]
-            draw += len(batch)
+        for batch in islice(self.batches(), self.start, None):
+            share = len(batch) // self.world_size
+            yield batch[self.rank * share : (self.rank + 1) * share]

@@ -105,9 +105,8 @@ class EditModule(L.LightningModule, Family):
             data = PairsDataModule.of(self.trainer)
             self.base.check_precision(str(self.trainer.precision))
             self.execution.check_data(data)
-            self.flow.caption_dropout_rate = data.caption_dropout_rate
             assert self.objective is not None
-            self.objective.check_sizes(data.sizes)
+            self.objective.check_sizes(data.drawn_sizes)
         self.check()
         self.base.check_files()
         if stage == "predict":
@@ -185,7 +184,7 @@ class EditModule(L.LightningModule, Family):
     def training_step(self, batch: RawBatch | LatentBatch, batch_idx: int) -> dict[str, Any]:
         """Return the loss and, for callbacks, per-sample losses (B,) and token counts."""
         assert self.objective is not None
-        latents = self.encoder.latents(batch, self.flow.caption_dropout_rate > 0 or self.objective.needs_empty_prompt)
+        latents = self.encoder.latents(batch, self.objective.needs_empty_prompt)
         shift = self.base.dynamic_shift(self.geometry.target_tokens(latents))
         noised = self.flow.noised(latents, shift, self.normalize)
         with self._dropout(latents.draws):

@@ -85,6 +85,7 @@ class Encoder:
             preserved,
             rejected_mean=rejected[0],
             rejected_std=rejected[1],
+            dropped=batch.dropped,
         )
 
     @torch.no_grad()

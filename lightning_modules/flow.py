@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from datamodules.batch import LatentBatch, copy_to, pad_to
+from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
 
 
@@ -108,13 +108,11 @@ class Noise(NamedTuple):
 
     Attributes:
         t: (B,) timesteps.
-        dropout: (B,) uniform in [0, 1); the caption is dropped below the rate.
         eps: (B, C, h, w) noise to add.
         latent_eps: (B, C, h, w) noise that picks the target from the autoencoder's distribution.
     """
 
     t: Tensor
-    dropout: Tensor
     eps: Tensor
     latent_eps: Tensor
 
@@ -131,8 +129,8 @@ def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLa
     """
 
     def one(generator: torch.Generator) -> Noise:
-        t, dropout = law.draw(generator, pipeline_shift), torch.rand((), generator=generator)
-        return Noise(t, dropout, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+        t = law.draw(generator, pipeline_shift)
+        return Noise(t, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
 
     drawn = [one(torch.Generator().manual_seed(mix(seed, draw))) for draw in draws]
     return Noise(*map(torch.stack, zip(*drawn, strict=True)))
@@ -155,8 +153,7 @@ class Noised(NamedTuple):
         eps: (B, C, h, w) noise.
         t: (B,).
         controls: each (B, C, h, w).
-        prompt: the text conditioning; the empty prompt's where the caption was dropped.
-        dropped: (B,) bool, on the CPU: True where the caption was dropped.
+        prompt: the text conditioning.
         rejected: (B, C, h, w) result to be liked less than x0; None if unknown.
     """
 
@@ -166,7 +163,6 @@ class Noised(NamedTuple):
     t: Tensor
     controls: list[Tensor]
     prompt: Mapping[str, Tensor]
-    dropped: Tensor
     rejected: Tensor | None = None
 
     @property
@@ -191,15 +187,11 @@ class FlowMatching:
     Args:
         timesteps: the distribution of training timesteps.
         vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
-
-    Attributes:
-        caption_dropout_rate: share of samples that are trained with the empty prompt; a setting of the data.
     """
 
     timesteps: TimestepLaw
     vae_encode_mode: str
     seed: int
-    caption_dropout_rate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.vae_encode_mode not in ("sample", "mode"):
@@ -230,33 +222,12 @@ class FlowMatching:
             return normalize(mean.float() + std.float() * latent_eps)
 
         rejected = batch.rejected_mean
-        dropped = noise.dropout < self.caption_dropout_rate
         return Noised(
             drawn(mean, batch.target_std),
             normalize(mean.float()),
             eps,
             t,
             [normalize(control.float()) for control in batch.controls],
-            drop_captions(batch, dropped),
-            dropped,
+            batch.prompt,
             None if rejected is None else drawn(rejected, batch.rejected_std),
         )
-
-
-def drop_captions(batch: LatentBatch, drop: Tensor) -> Mapping[str, Tensor]:
-    """Return the text conditioning with the empty prompt's for some samples.
-
-    Args:
-        drop: (B,) bool, on the CPU.
-    """
-    if not drop.any():
-        return batch.prompt
-    if drop.all():
-        return {name: empty.expand(len(drop), *empty.shape[1:]) for name, empty in batch.empty_prompt.items()}
-    mixed = {}
-    for name, tensor in batch.prompt.items():
-        empty = batch.empty_prompt[name]
-        longest = max(tensor.shape[1], empty.shape[1])
-        chosen = copy_to(drop, tensor.device).view(-1, *[1] * (tensor.ndim - 1))
-        mixed[name] = torch.where(chosen, pad_to(empty, longest), pad_to(tensor, longest))
-    return mixed

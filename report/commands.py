@@ -56,7 +56,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
     shift = {name: value for name, value in fixed.items() if name.startswith("shift") and value is not None}
     settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed or 0}
-    found = {"Here": predict_command(module, names.arguments, settings, names.photo)}
+    found = {"Here": predict_command(module, names.arguments, settings, names.photo, sample)}
     # The stock Kontext pipeline accepts one condition image.
     if images <= 1 or module.condition_images.most is not None:
         # Another transformer may come with its own pipeline, and so with its own scheduler.
@@ -90,9 +90,21 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     return found
 
 
-def predict_command(module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any], photo: str) -> str:
-    """Return a command line of predict.py; `weights` are its arguments that name these."""
-    image = {} if module.condition_images.most == 0 else {"image": photo}
+def predict_command(
+    module: EditModule, weights: Mapping[str, str], settings: Mapping[str, Any], photo: str, sample: Strip | None
+) -> str:
+    """Return a command line of predict.py.
+
+    Args:
+        weights: its arguments that name these.
+        sample: the image that the run shows, which was edited or is from text.
+    """
+    if module.condition_images.most == 0:
+        image: dict[str, Any] = {}
+    elif sample is None or sample.controls:
+        image = {"image": photo}
+    else:
+        image = dict(zip(("width", "height"), sample.result.size, strict=True))
     return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
 
 

@@ -120,7 +120,7 @@ _SETTINGS: dict[Number, str] = {
         model.sampling.shift shift
     """,
     SHARE: """
-        data.caption_dropout_rate objective.mask.outside objective.edit_weight.floor
+        data.caption_dropout_rate data.reference_dropout objective.mask.outside objective.edit_weight.floor
         model.recipe.caption_dropout_rate
     """,
     Number(0, 0.999, above=True, also=(None,)): "model.sampling.shift_terminal shift_terminal",
@@ -154,7 +154,7 @@ OPEN_MAPPINGS = ("data.columns", "adapter.rank_pattern", "adapter.alpha_pattern"
 # Settings of conf/data/pairs.yaml that do not change the encodings in data.shards, or have a check of their own.
 KEPT_BY_SHARDS = {
     *("_target_", "root", "source", "val_root", "val_count", "batch_size", "num_workers", "seed", "preview_count"),
-    "caption_dropout_rate",
+    *("caption_dropout_rate", "reference_dropout"),
 }
 
 

@@ -80,7 +80,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
         data.scan()
         assert module.objective is not None
-        module.objective.check_sizes(data.sizes)
+        module.objective.check_sizes(data.drawn_sizes)
         log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
         plan = measure(module, data)
         limits, epoch = plan.batch.limits, sum(data.repeats)

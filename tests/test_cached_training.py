@@ -7,7 +7,7 @@ import torch
 from hydra.utils import instantiate
 from PIL import Image
 
-from datamodules.pairs import collate_pixels
+from datamodules.pairs import PairDataset, collate_pixels
 from datamodules.shards.reader import EncodedSample, Place
 from tasks.encode import build_cache
 from tests.support.caches import short
@@ -28,22 +28,21 @@ def test_cached_and_streamed_training_give_the_same_loss(
     build_cache(cfg, data)
     data.open(data.cache(module))
     module.configure_model()
-    module.flow.caption_dropout_rate = caption_dropout_rate
-    read = data.reader(caption_dropout_rate > 0)
-    raw = list(data.pixels(slice(8)))
-    taken = []
+    read = data.reader(False, data.choices)
+    raw = PairDataset(data.views, data.sample_set.condition_images, data.choices)
+    taken, dropped = [], []
     for first in (0, 4):
-        numbers = range(first, first + 4)
-        batch = read([(number, 100 + number) for number in numbers])
-        pixels = [raw[number] for number in numbers]
-        for number, sample in zip(numbers, pixels, strict=True):
-            sample.draws = [100 + number]
+        items = [(number, 100 + number) for number in range(first, first + 4)]
+        batch, pixels = read(items), collate_pixels([raw[item] for item in items])
+        assert (batch.prompts, batch.dropped) == (pixels.prompts, pixels.dropped)
         with torch.no_grad():
-            cached = losses(module, batch)
-            streamed = losses(module, module.encoder(collate_pixels(pixels), ""))
+            cached, streamed = losses(module, batch), losses(module, module.encoder(pixels))
         torch.testing.assert_close(cached, streamed, rtol=1e-6, atol=1e-6)
         taken += cached.tolist()
+        dropped += batch.dropped
     assert len(set(taken)) == 8
+    assert dropped == [data.choices.caption(100 + number, 1) is None for number in range(8)]
+    assert any(dropped) == (caption_dropout_rate > 0)
 
 
 def test_token_budget_makes_large_images_small_batches():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from datamodules.pairs import collate_pixels
-from datamodules.sampler import CAPTIONS, PRESERVED, drawn
+from datamodules.pairs import PairDataset, collate_pixels
+from datamodules.sampler import Choices
 from tasks.encode import build_cache
 from tests.support.caches import only
 from tests.support.combinations import first
@@ -42,8 +42,9 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
     raw.scan()
     numbers = [number for number in range(6) if data.sizes[number] == data.sizes[0]]
     items = [(number, 4 + number) for number in numbers]
-    batch, pixels = data.reader(False, data.seed)(items), [raw.dataset(raw.seed)[item] for item in items]
-    wanted = [PROMPTS[drawn(data.seed, PRESERVED, draw, 3)] for _, draw in items]
+    dataset = PairDataset(raw.views, raw.sample_set.condition_images, raw.choices, raw.preserve_prompts)
+    batch, pixels = data.reader(False, data.choices)(items), [dataset[item] for item in items]
+    wanted = [PROMPTS[data.choices.preserved(draw, 3)] for _, draw in items]
     assert [prompt for one in pixels for prompt in one.preserve_prompts] == wanted
     assert len(set(wanted)) == 3
     expected = module.encoder(collate_pixels(pixels))
@@ -53,7 +54,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
     with torch.no_grad():
         found = losses(module, batch)
         torch.testing.assert_close(found, losses(module, expected), rtol=1e-5, atol=1e-6)
-        alone = torch.cat([losses(module, data.reader(False, data.seed)([item])) for item in items])
+        alone = torch.cat([losses(module, data.reader(False, data.choices)([item])) for item in items])
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
@@ -71,10 +72,10 @@ def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, t
 
 
 def test_which_prompt_a_sample_has_depends_on_seed_and_draw_alone():
-    indices = [drawn(7, PRESERVED, draw, 4) for draw in range(400)]
+    indices = [Choices(7).preserved(draw, 4) for draw in range(400)]
     assert all(80 < indices.count(one) < 120 for one in range(4))
-    assert indices != [drawn(8, PRESERVED, draw, 4) for draw in range(400)]
-    assert indices != [drawn(7, CAPTIONS, draw, 4) for draw in range(400)]
+    assert indices != [Choices(8).preserved(draw, 4) for draw in range(400)]
+    assert indices != [Choices(7).caption(draw, 4) for draw in range(400)]
 
 
 def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):
@@ -88,7 +89,7 @@ def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):
         build_cache(cfg, data)
         data.open(data.cache(module))
         limits = data.batch_limits()
-        batches = [data.reader(False, data.seed)([(number, 0)]) for number in range(6)]
+        batches = [data.reader(False, data.choices)([(number, 0)]) for number in range(6)]
         counted = [module.geometry.token_count(batch) for batch in batches]
         others = [
             module.geometry.token_count(replace(one, prompt=one.preserve_prompt or one.prompt)) for one in batches

@@ -309,6 +309,6 @@ def repeated(
     learned = [None if index in held else one for index, one in enumerate(controls)]
     tested = [one if index in held else None for index, one in enumerate(controls)]
     for index, other, _ in matches(tested, learned):
-        if samples[index].controls[0] != samples[other].controls[0]:
+        if samples[index].controls[:1] != samples[other].controls[:1]:
             add(Kind.LEAK, index, other, "control as ")
     return list(found.values())

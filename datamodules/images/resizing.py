@@ -233,12 +233,14 @@ def notes_on(
         facts: facts of the target and the controls of each.
     """
     counts: Counter[str] = Counter()
+    mixed = any(len(own) > 1 for own in facts)
     for view, own, root in zip(views, facts, roots, strict=True):
         side, (width, height), prompts = max(root.resolution, default=0), own[0].size, view.sample.prompts
         small = width * height < side**2 and view.windows[0].frame[0] <= width
         counts[f"{noun} have fewer than {side}x{side} pixels, kept as small (data.upscale=true enlarges them)"] += small
         counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
         counts["captions are empty"] += sum(not prompt for prompt in prompts)
+        counts[f"{noun} have no condition image: they are learned from text only"] += mixed and len(own) == 1
         literal = any(TRIGGER in prompt for prompt in prompts)
         counts[f"{noun} have {TRIGGER} in the captions: data.trigger_word=WORD puts a word there"] += literal
         sided = framing.flip and any(map(SIDED.search, prompts))

@@ -139,15 +139,15 @@ class SampleSet:
                 images than they have.
         """
         found = self.scan()
-        notes = self._without(found.incomplete, "incomplete", "on_missing", "Complete them")
-        most, data = self.condition_images.most, f"of data.root={self.paths[0]}"
+        most, least, data = self.condition_images.most, self.condition_images.least, f"of data.root={self.paths[0]}"
         if most == 0 and (some := [one.key for one in found.samples if one.controls]):
             raise UserError(
                 f"{self.model} makes images from text only, but {listing(some)} {data} have condition images: choose a "
                 "model that edits (model=flux_kontext, flux2_klein_4b, qwen_image_edit), or train on the targets only, "
                 "with data=captions and their folder as data.root"
             )
-        if most != 0 and (bare := [one.key for one in found.samples if not one.controls]):
+        bare = [one.key for one in found.samples if not one.controls] if least else []
+        if bare and len(bare) == len(found.samples):
             raise UserError(
                 f"{self.model} edits images, but {listing(bare)} {data} have no condition image: use data=cached with "
                 "pairs, or model=flux_dev, qwen_image or z_image with data=captions"
@@ -155,7 +155,10 @@ class SampleSet:
         if most and (many := [f"{one.key} ({len(one.controls)})" for one in found.samples if len(one.controls) > most]):
             limit = self.condition_images.limit
             raise UserError(f"{self.model} takes at most {limit}, but {listing(many)} {data} have more")
-        return replace(found, notes=(*notes, *found.notes))
+        lines = [*found.incomplete, *(f"{key} has no condition image, which {self.model} needs" for key in bare)]
+        notes = self._without(lines, "incomplete", "on_missing", "Complete them")
+        samples = [one for one in found.samples if len(one.controls) >= least]
+        return replace(found, samples=samples, notes=(*notes, *found.notes))
 
     def find_uncaptioned_too(self) -> Found:
         """Return the samples of data.root with captions as they are stored, or none: for a model that writes captions.

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from datamodules.errors import UserError, without_credentials
+from datamodules.errors import UserError, listing, without_credentials
 from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_table, mark_of_data_set
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
@@ -29,10 +29,19 @@ from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
 def find_samples(roots: Iterable[Root]) -> Found:
     """Return the pairs of all roots in order; within a root by name, or in the order of its table.
 
+    Images without a condition image are samples as well, if others have some: captioned images in a root of their own,
+    or rows with an empty cell.
+
     Raises:
-        UserError: a root does not exist, holds no pairs, or has a table that cannot be used.
+        UserError: a root does not exist or has a table that cannot be used, or no sample has a condition image.
     """
-    return scan_roots(roots, _pairs)
+    found = scan_roots(roots := list(roots), _pairs)
+    if found.samples and not any(sample.controls for sample in found.samples):
+        raise UserError(
+            f"data.root={listing([str(root.path) for root in roots])}: images, but no condition images in "
+            f"{'/'.join(CONTROL_FOLDERS)}, which editing needs. To train on images and captions: data=captions"
+        )
+    return found
 
 
 def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
@@ -82,10 +91,7 @@ def _pairs(root: Root) -> Found:
         control, target = root.pair_suffixes
         raise UserError(f"data.root={path}: no pairs named X{control} and X{target} among its images")
     if targets is not None or images:
-        raise UserError(
-            f"data.root={path}: images, but no condition images in {'/'.join(CONTROL_FOLDERS)}, which editing needs. "
-            "To train on images and captions: model=flux_dev data=captions"
-        )
+        return note_unread(_images_below(path, root, root.require_prompt), path)
     raise UserError(
         f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for folders {'/'.join(TARGET_FOLDERS)} "
         f"(X.png and X.txt) and {'/'.join(CONTROL_FOLDERS)} (X.png), and for the other forms of docs/data.md"
@@ -113,7 +119,7 @@ def _captioned(root: Root) -> Found:
         )
     if (table := _metadata_of(path)) is not None:
         return samples_of(table, root, edits=False)
-    found = _images_below(path, root)
+    found = _images_below(path, root, require_prompt=False)
     captioned = found.incomplete or any(one.prompts for one in found.samples)
     # Images without captions next to them may have theirs in a stored table.
     if not captioned and (table := _stored_table_of(path, root)) is not None:
@@ -123,7 +129,7 @@ def _captioned(root: Root) -> Found:
     return note_unread(found, path)
 
 
-def _images_below(path: Path, root: Root) -> Found:
+def _images_below(path: Path, root: Root, require_prompt: bool) -> Found:
     """Return the images in a folder and below it, with their captions and masks."""
     samples: list[Sample] = []
     incomplete: list[str] = []
@@ -136,7 +142,7 @@ def _images_below(path: Path, root: Root) -> Found:
         seen.add(real)
         if not set(TABLES).isdisjoint(names) and Path(place) != path:
             raise UserError(f"data.root={path}: {place} has a table of its own. Name that folder as data.root")
-        found = samples_by_name(Listing.of(Path(place)), (), None, root, require_prompt=False)
+        found = samples_by_name(Listing.of(Path(place)), (), None, root, require_prompt)
         folder = Path(place).relative_to(path)
         samples += [replace(one, key=str(folder / one.key)) for one in found.samples]
         incomplete += found.incomplete

@@ -129,8 +129,8 @@ def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], requir
     images: dict[str, list[ImageFile]] = {}
     for role in ("target", "control", "mask", "rejected"):
         found = [_images(folder, name, value) for name, value in cells[role]]
-        # Only the first of several control columns must have an image: samples may have different numbers of them.
-        if role in ("target", "control") and found and not found[0]:
+        # Samples may have different numbers of condition images: the last of their columns may be empty, or all.
+        if found and not found[0] and (role == "target" or (role == "control" and any(found))):
             raise UserError(f"{cells[role][0][0]} is empty")
         images[role] = [image for some in found for image in some]
         if role != "control" and len(images[role]) > 1:

@@ -94,7 +94,7 @@ class ConditionImages:
 
     Attributes:
         most: largest number per sample; None for any, 0 for text-to-image models.
-        least: number that prediction needs. Training needs at least one unless `most` is 0.
+        least: smallest number per sample, in training and in prediction.
         vae_image_size: area in pixels to which each is resized for the autoencoder in its own proportions, and with it
             a target of its proportions; None for its own size, floored to 16.
         condition_image_size: the same for the text encoder; None if it sees no images.

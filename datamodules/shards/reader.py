@@ -19,7 +19,7 @@ from datamodules.errors import UserError
 from datamodules.files import reading
 from datamodules.images.resizing import Size
 from datamodules.images.sample_set import choose_held_out
-from datamodules.sampler import CAPTIONS, PRESERVED, drawn
+from datamodules.sampler import FIRST, Choices
 from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
 from datamodules.shards.tar import Row, parse_part, size_of
 from datamodules.shards.transfer import Bucket
@@ -69,6 +69,15 @@ class EncodedSample(NamedTuple):
         """Return the sample with prompts of which each batch contains one; the longest counts as its tokens."""
         longest, own = (max(prompt.text_tokens for prompt in some) for some in (prompts, self.prompts))
         return self._replace(preserved=prompts, tokens=self.tokens + max(0, longest - own))
+
+    def chosen_prompts(self, choices: Choices, draw: int) -> list[Place]:
+        """Return the prompt of a draw and, in training, its preserved prompt if there are any."""
+        caption = choices.caption(draw, len(self.prompts))
+        others = self.preserved if choices.seed is not None else []
+        return [
+            self.empty_prompt if caption is None else self.prompts[caption],
+            *([others[choices.preserved(draw, len(others))]] if others else []),
+        ]
 
 
 class Index(NamedTuple):
@@ -173,13 +182,13 @@ class LatentReader:
 
     Attributes:
         empty_prompt: whether batches include the empty prompt's conditioning.
-        seed: draws one of a sample's captions and one of its preserved prompts; None for its first caption.
+        choices: of captions, condition images and preserved prompts.
     """
 
     source: Folder | Bucket
     samples: Sequence[EncodedSample]
     empty_prompt: bool
-    seed: int | None = None
+    choices: Choices = FIRST
 
     def __post_init__(self) -> None:
         self._read_shared = lru_cache(maxsize=8)(self._read)
@@ -190,28 +199,32 @@ class LatentReader:
         samples = [self.samples[index] for index, _ in items]
         draws = [draw for _, draw in items]
         both = list(zip(samples, draws, strict=True))
-        captions = [drawn(self.seed, CAPTIONS, draw, len(sample.prompts)) for sample, draw in both]
+        captions = [self.choices.caption(draw, len(sample.prompts)) for sample, draw in both]
+        prompts, *preserved = zip(*(sample.chosen_prompts(self.choices, draw) for sample, draw in both), strict=True)
         empty = [sample.empty_prompt for sample in samples] if self.empty_prompt else []
         empty = empty[:1] if len(set(empty)) == 1 else empty
         tensors = stack_padded([self._read(sample.latents) for sample in samples])
-        batch = LatentBatch(
+        kept = self.choices.references(draws[0], len(samples[0].size[0]) - 1)
+        return LatentBatch(
             keys=[sample.key for sample in samples],
             draws=draws,
             target_mean=tensors["target_mean"],
             target_std=tensors.get("target_std"),
-            controls=[tensors[f"control_{place}"] for place in range(len(tensors)) if f"control_{place}" in tensors],
-            prompt=stack_padded([self._read(one.prompts[own]) for one, own in zip(samples, captions, strict=True)]),
+            controls=[tensors[f"control_{place}"] for place in kept],
+            prompt=stack_padded([self._read(place) for place in prompts]),
             empty_prompt=stack_padded([self._read_shared(place) for place in empty]) if empty else {},
             mask=tensors["mask"].float() / 255 if "mask" in tensors else None,
-            prompts=[one.captions[own] for one, own in zip(samples, captions, strict=True) if one.captions],
+            prompts=[
+                "" if own is None else one.captions[own]
+                for one, own in zip(samples, captions, strict=True)
+                if one.captions
+            ],
             weights=torch.tensor([sample.weight for sample in samples]) if self._weighted else None,
             rejected_mean=tensors.get("rejected_mean"),
             rejected_std=tensors.get("rejected_std"),
+            preserve_prompt=stack_padded([self._read(place) for place in preserved[0]]) if preserved else {},
+            dropped=[caption is None for caption in captions],
         )
-        if samples[0].preserved and self.seed is not None:
-            chosen = [one.preserved[drawn(self.seed, PRESERVED, draw, len(one.preserved))] for one, draw in both]
-            batch.preserve_prompt = stack_padded([self._read(place) for place in chosen])
-        return batch
 
     def _read(self, place: Place) -> dict[str, Tensor]:
         """Return the tensors at a place; raises a UserError if they are not as they were written."""

@@ -15,7 +15,7 @@ from datamodules.errors import UserError
 from datamodules.images.resizing import Size
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.family import Family
-from lightning_modules.flow import Noised, area_weights, drop_captions, flow_loss, mean_over_positions
+from lightning_modules.flow import Noised, area_weights, flow_loss, mean_over_positions
 from lightning_modules.objectives.objective import Objective, Passes
 from lightning_modules.prepare import Denoiser
 
@@ -213,11 +213,14 @@ class FlowMatchingObjective(Objective):
         """Return the velocity to learn."""
         if self.contrastive_guidance == 1:
             return noised.velocity
-        empty = drop_captions(batch, torch.ones_like(noised.dropped))
+        samples = len(batch.keys)
+        empty = {name: one.expand(samples, *one.shape[1:]) for name, one in batch.empty_prompt.items()}
         with torch.no_grad():
             unguided = model(noised.x_t, noised.t, noised.controls, empty).float()
         # A sample whose caption is dropped teaches the velocity that others are guided away from.
-        scale = torch.where(noised.dropped, 1.0, self.contrastive_guidance)
+        scale = torch.tensor(
+            [1.0 if dropped else self.contrastive_guidance for dropped in batch.dropped or [False] * samples]
+        )
         return unguided + copy_to(scale, unguided.device).view(-1, 1, 1, 1) * (noised.velocity - unguided)
 
     def _weights(self, batch: LatentBatch, noised: Noised, error: Tensor) -> Tensor | None:

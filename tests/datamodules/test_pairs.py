@@ -33,7 +33,14 @@ class Row(Packed):
 
 DEFAULTS = {
     **{"source": find_samples, "batch_size": 2, "num_workers": 0, "on_missing": "error", "on_bad_image": "error"},
-    **{"caption_dropout_rate": 0.0, "preview_count": 4, "val_root": None, "val_count": 0, "seed": 0},
+    **{
+        "caption_dropout_rate": 0.0,
+        "reference_dropout": 0.0,
+        "preview_count": 4,
+        "val_root": None,
+        "val_count": 0,
+        "seed": 0,
+    },
     **{"resolution": None, "upscale": False, "buckets": "auto", "crop": "center", "crop_count": 4, "flip": False},
     **{"prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None},
 }

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from datamodules.sampler import CAPTIONS, SizeBatchSampler, drawn
+from datamodules.sampler import FIRST, Choices, SizeBatchSampler
 
 MIXED = ["s"] * 7 + ["m"] * 4 + ["l"]
 
@@ -41,12 +41,31 @@ def test_repeats_are_drawn_so_often_in_an_epoch():
         assert seen == {0: 1, 1: 2, 2: 5}
 
 
-def test_caption_is_a_function_of_the_seed_and_the_draw():
-    indices = [drawn(7, CAPTIONS, draw, 3) for draw in range(3000)]
-    assert indices == [drawn(7, CAPTIONS, draw, 3) for draw in range(3000)]
-    assert indices != [drawn(8, CAPTIONS, draw, 3) for draw in range(3000)]
-    assert all(900 < count < 1100 for count in Counter(indices).values())
-    assert {drawn(None, CAPTIONS, draw, 3) for draw in range(10)} == {0}
+def test_choices_are_functions_of_the_seed_and_the_draw():
+    choices = Choices(7, caption_dropout_rate=0.25, reference_dropout=0.5)
+    draws = range(4000)
+    captions = [choices.caption(draw, 3) for draw in draws]
+    assert captions == [choices.caption(draw, 3) for draw in draws]
+    assert captions != [choices._replace(seed=8).caption(draw, 3) for draw in draws]
+    assert all(900 < captions.count(one) < 1100 for one in (0, 1, 2, None))
+    plain = [Choices(7).caption(draw, 3) for draw in draws]
+    assert all(one in (None, other) for one, other in zip(captions, plain, strict=True)), "dropout changes no caption"
+    kept = Counter(choices.references(draw, 2) for draw in draws)
+    assert kept.keys() == {(), (0,), (1,), (0, 1)}, "each is dropped independently"
+    assert all(900 < count < 1100 for count in kept.values())
+    assert {choices.references(draw, 0) for draw in draws} == {()}
+    assert {FIRST.caption(draw, 3) for draw in draws} == {0}
+    assert {FIRST.references(draw, 2) for draw in draws} == {(0, 1)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_draws_of_a_batch_are_alike(world_size):
+    """Each draw has the number, and so the choices, that it has without this condition."""
+    settings = {"sizes": MIXED, "batch_size": 2, "seed": 1, "world_size": world_size}
+    stream = batches(300, alike=lambda index, draw: draw % 3, **settings)
+    assert all(len({draw % 3 for _, draw in batch}) == 1 for batch in stream)
+    plain = dict(item for batch in batches(600, **settings) for item in map(reversed, batch))
+    assert all(plain.get(draw, index) == index for batch in stream for index, draw in batch)
 
 
 def test_order_changes_with_epoch_and_seed_and_with_nothing_else():
@@ -64,8 +83,11 @@ def test_a_late_start_continues_the_order(batch_size):
 
 
 def test_every_draw_has_a_number_of_its_own():
-    indices = [draw for batch in batches(50, sizes=MIXED, batch_size=2, seed=5) for _, draw in batch]
-    assert indices == list(range(len(indices)))
+    sampler = SizeBatchSampler(MIXED, 2, seed=5)
+    order = [index for epoch in range(12) for index in sampler.epoch(epoch)]
+    items = [item for batch in islice(sampler, 50) for item in batch]
+    assert len({draw for _, draw in items}) == 100
+    assert all(order[draw] == index for index, draw in items)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

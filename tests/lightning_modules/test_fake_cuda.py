@@ -39,7 +39,6 @@ def build(repositories, cuda, model, *settings):
     module.check()
     with cuda.configuring():
         module.configure_model()
-    module.flow.caption_dropout_rate = 0.5
     module.base.components["scheduler"]
     return module
 

@@ -71,7 +71,7 @@ def test_draw_depends_on_seed_and_number_alone():
     law = timestep_law("logit_normal")
     together = sample_noise(1, [7, 8], SHAPE, law, 1.0)
     alone = sample_noise(1, [8], SHAPE, law, 1.0)
-    for name in ("t", "eps", "latent_eps", "dropout"):
+    for name in ("t", "eps", "latent_eps"):
         assert torch.equal(getattr(together, name)[1:], getattr(alone, name))
     assert not torch.equal(together.eps[0], together.eps[1])
     assert not torch.equal(alone.eps, sample_noise(2, [8], SHAPE, law, 1.0).eps)
@@ -83,7 +83,6 @@ def test_draws_of_neighbours_are_unrelated_and_normal():
     assert abs(eps.mean()) < 0.02
     assert abs(eps.std() - 1) < 0.02
     assert (eps[:-1] * eps[1:]).mean().abs() < 0.02
-    assert drawn.dropout.mean() == pytest.approx(0.5, abs=0.05)
 
 
 def test_masked_loss_weighs_pixels_and_normalizes_each_sample():

@@ -33,14 +33,12 @@ ON_HOST = {
     ("flow.py", "sample_noise"): "drawn by generators of the host, the same on any device",
     ("flow.py", "draw"): "drawn by generators of the host, the same on any device",
     ("flow.py", "shift_time"): "of what was drawn there",
-    ("flow.py", "noised_by"): "which captions are dropped is known on the host",
-    ("flow.py", "drop_captions"): "which captions are dropped is known on the host, and masks of prompts are there",
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
     ("denoise.py", "qwen_velocity"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
     ("offload.py", "_pack"): "activations that wait there",
 }
-# What makes tensors on the host and waits for their copies: constants of the first step, but for the last.
+# What makes tensors on the host and waits for their copies: constants of the first step, but for the last two.
 WAITS = {
     ("rank_schedule.py", "_thresholds"),
     ("module.py", "_channels"),
@@ -49,6 +47,7 @@ WAITS = {
     ("transformer_z_image.py", "precompute_freqs_cis"),
     ("transformer_z_image.py", "__call__"),  # of its positions
     ("transformer_qwenimage.py", "forward"),  # diffusers makes a list of 2511's tokens
+    ("transformer_qwenimage.py", "compute_text_seq_len_from_mask"),  # in padded batches, a length that nothing reads
 }
 
 aten = torch.ops.aten

@@ -56,10 +56,10 @@ def test_lists_are_several_references_and_several_captions(tmp_path):
     }
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
     found = find_samples([Root(tmp_path / "saved")])
-    assert [one.prompts for one in found.samples] == [("a", "b"), ("c",)]
-    assert [[ref.read() for ref in one.controls] for one in found.samples] == [[picture(0), picture(1)], [picture(2)]]
-    where = f"data.root={tmp_path}/saved row"
-    assert found.incomplete == [f"{where} {row}: refs is empty" for row in (2, 3, 4)]
+    assert [one.prompts for one in found.samples] == [("a", "b"), ("c",), ("d",), ("e",)]
+    references = [[ref.read() for ref in one.controls] for one in found.samples]
+    assert references == [[picture(0), picture(1)], [picture(2)], [], []]
+    assert found.incomplete == [f"data.root={tmp_path}/saved row 4: refs is empty"]
     assert str(found.samples[0].controls[1]).endswith("row 0 refs[1]")
 
 

@@ -13,7 +13,7 @@ from datamodules.images.inspection import Kind, inspect_sample
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
 from datamodules.images.tables import choose_columns
-from datamodules.pairs import collate_pixels
+from datamodules.pairs import PairDataset, collate_pixels
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs, photograph
 
@@ -55,7 +55,7 @@ def test_they_are_seen_as_their_targets_are(tmp_path):
     crops = ["data.crop=random_cached", "data.buckets=aspect", "data.resolution=128", "data.flip=true"]
     data = data_of(root, *crops)
     for index, view in enumerate(data.views):
-        raw = data.dataset(None)[index, 0]
+        raw = PairDataset(data.views, data.sample_set.condition_images)[index, 0]
         assert torch.equal(raw.rejected, raw.target), view.windows[0]
     assert len({view.windows[0] for view in data.views if view.cropped}) > 2
 

@@ -218,7 +218,6 @@ def test_unusable_tables_are_refused(folder, text, message):
         ({"control_file_name": {"a": 1}}, "row 2: control_file_name=.*: must be an image or a list"),
         ({"control_file_name": '["c/1.png"'}, "row 2: control_file_name=.*: several images must be written as"),
         ({"control_file_name": "c/9.png"}, "c/9.png: No such file"),
-        ({"control_file_name": []}, "row 2: control_file_name is empty"),
         ({"prompt": None}, "row 2: prompt is empty"),
     ],
 )

@@ -10,7 +10,7 @@ import webdataset as wds
 from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.prefetch import ThreadedLoader
-from datamodules.sampler import CAPTIONS, drawn
+from datamodules.sampler import Choices
 from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.reader import LatentReader, check_fit, index_of
 from datamodules.shards.tar import prompt_id, sample_id
@@ -119,10 +119,10 @@ def test_reader_draws_captions_by_seed_and_draw_or_takes_the_first(tmp_path):
     row = {"key": "one", "prompts": ids, "empty_prompt": empty, "sizes": [[16, 16]], "tokens": 7}
     shard.add("id", {"target_mean": torch.ones(1, 2, 2)}, row)
     cache.seal(shard)
-    read = reader(cache, seed=7)
+    read = reader(cache, choices=Choices(7))
     read.samples = [sample._replace(captions=captions) for sample in read.samples]
     batch = read([(0, draw) for draw in range(24)])
-    indices = [drawn(7, CAPTIONS, draw, len(captions)) for draw in range(24)]
+    indices = [Choices(7).caption(draw, len(captions)) for draw in range(24)]
     assert batch.prompt["prompt_embeds"][:, 0, 0].tolist() == indices
     assert batch.prompts == [captions[number] for number in indices]
     assert set(indices) == {0, 1, 2}

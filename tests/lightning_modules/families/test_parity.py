@@ -5,9 +5,7 @@ import logging
 import pytest
 import torch
 
-from datamodules.batch import RawBatch
 from datamodules.pairs import collate_pixels
-from lightning_modules import flow
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
 from tests.support.combinations import first
@@ -152,24 +150,6 @@ def test_losses_and_gradients_are_those_of_an_independent_computation(built, nam
     own.mean().backward()
     expected.mean().backward()
     assert_same_gradients(module.transformer, stock.transformer)
-
-
-@pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit", "flux2_klein_4b", "z_image", "longcat_image_edit"])
-def test_dropped_caption_is_the_empty_prompt(built, name, tmp_path):
-    """The empty prompt has the sample's own condition images, and any length."""
-    _, module, _ = built(name)
-    raws, _ = two_samples(module, [] if name == "z_image" else [(96, 64)], tmp_path)
-    batch = collate_pixels(raws)
-    captioned, encoded = losses(module, module.encoder(batch)), module.encoder(batch, "")
-    empty = RawBatch(**{**vars(batch), "prompts": ["", ""]})
-    uncaptioned = losses(module, module.encoder(empty))
-    assert (captioned - uncaptioned).abs().min() > 1e-6
-    shape = torch.Size([1, 2, 2])
-    drawn = flow.sample_noise(module.flow.seed, batch.draws, shape, module.flow.timesteps, 1.0).dropout
-    for rate in (1.0, float(drawn.min() + drawn.max()) / 2):  # both, and one of the two
-        module.flow.caption_dropout_rate = rate
-        expected = torch.where(drawn < rate, uncaptioned, captioned)
-        torch.testing.assert_close(losses(module, encoded), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit", "z_image", "longcat_image_edit"])
