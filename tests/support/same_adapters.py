@@ -36,7 +36,8 @@ def assert_same_gradients(own: torch.nn.Module, stock: torch.nn.Module) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
         pair = [gradient for gradient in (ours[name], theirs[name]) if gradient is not None]
-        assert len(pair) < 2 or torch.allclose(*pair, rtol=1e-4, atol=1e-6), name
+        # Norms: a sum of cancelling terms is rounded by more than a share of itself.
+        assert len(pair) < 2 or (pair[0] - pair[1]).norm() <= 5e-5 * pair[1].norm() + 1e-6, name
         assert len(pair) == 2 or all((gradient == 0).all() for gradient in pair), name
 
 
