@@ -169,8 +169,9 @@ def page(memory: dict[str, Any]) -> str:
         condition_images, repository = module.condition_images, cfg.model.pretrained_model_name_or_path
         learns = "images with captions"
         if condition_images.most != 0:
-            learns = f"pairs, {condition_images.limit if condition_images.most else 'any number of condition images'}"
-            learns = learns.replace("pairs, 3", "pairs, 1 to 3")
+            several = "1 to " if (condition_images.most or 0) > 1 else ""
+            limit = condition_images.limit if condition_images.most else "any number of condition images"
+            learns = f"pairs, {several}{limit}"
         gigabytes = "; ".join(
             [
                 ", ".join(f"{memory[name][precision]['training']:.0f}" for precision in PRECISIONS),
@@ -199,7 +200,7 @@ def _layers(layers: list[str], transformer: nn.Module) -> str:
     linear = {name: one.weight.numel() for name, one in transformer.named_modules() if isinstance(one, nn.Linear)}
     share = sum(linear[name] for name in layers) / sum(linear.values())
     text = any(".add_q_proj" in name for name in layers)
-    mlps = any(re.search(r"ff\.net|mlp|feed_forward", name) for name in layers)
+    mlps = any(re.search(r"\bff\.|mlp|feed_forward", name) for name in layers)
     return f"attention{' of image and text' if text else ''}{', MLPs' if mlps else ''}: {share:.0%}"
 
 
