@@ -154,12 +154,12 @@ def stock_pipeline(name: str) -> Any:
     return getattr(diffusers, name)
 
 
-def text_pipeline(name: str, parts: Parts, components: Sequence[str]) -> Any:
+def text_pipeline(name: str, parts: Parts, components: Sequence[str], settings: Mapping[str, Any] | None = None) -> Any:
     """Return a pipeline of diffusers with these components only; its language model computes no logits."""
     used = dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | {one: parts[one] for one in components}
     if used["text_encoder"] is not None:
         used["text_encoder"] = used["text_encoder"].base_model
-    return stock_pipeline(name)(**used)
+    return stock_pipeline(name)(**used, **(settings or {}))
 
 
 def chat_tokens(tokenizer: Any, prompts: list[str], thinking: bool) -> list[int]:
@@ -184,6 +184,7 @@ class Family(ABC):
         layers: the layers that LoRA adapts, and their names in other programs.
         sampling_rules: guidance and schedule of its pipeline.
         latent_pipeline: mixin of the pipeline, whose `edit(controls, size, **arguments)` is from latents to latents.
+        stock_images: how many images its pipeline in diffusers takes; None for as many as the family.
         last_block: arguments of `LastBlock`, if the last block may compute only the outputs that `velocity` reads.
         max_sequence_length: text tokens of the pipeline's argument of this name; 0 if it has none. If padding is not
             masked, prediction needs the number of training.
@@ -199,7 +200,8 @@ class Family(ABC):
     geometry = Geometry()
     layers: ClassVar[Layers] = Layers()
     sampling_rules: ClassVar[SamplingRules] = SamplingRules()
-    latent_pipeline: ClassVar[type]
+    latent_pipeline: type
+    stock_images: ClassVar[int | None] = None
     last_block: ClassVar[tuple[Any, ...] | None] = None
     max_sequence_length: int = 0
     transformer: Any

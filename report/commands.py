@@ -57,8 +57,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     shift = {name: value for name, value in fixed.items() if name.startswith("shift") and value is not None}
     settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed or 0}
     found = {"Here": predict_command(module, names.arguments, settings, names.photo, sample)}
-    # The stock Kontext pipeline accepts one condition image.
-    if images <= 1 or module.condition_images.most is not None:
+    if module.stock_images is None or images <= module.stock_images:
         # Another transformer may come with its own pipeline, and so with its own scheduler.
         whole = other is not None and index_file(resolve_repository(other)) is not None
         own = public_name(module.base.name, names.model)

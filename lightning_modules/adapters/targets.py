@@ -1,7 +1,7 @@
 """The linear layers that an adapter adapts, and settings of some layers by patterns of their names."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -16,12 +16,11 @@ def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequ
     Args:
         layers: of the family.
         target_modules: endings of layer names, a regular expression for the whole name, or `all-linear` (every linear
-            layer except the family's `Layers.output` and `flattened`); None for the family's.
+            layer except the family's `Layers.output` and `flattened`); None for the family's, except `flattened`.
     """
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     if target_modules == "all-linear":
-        left_out = (layers.output, *layers.flattened)
-        return [name for name in linear if not any(fnmatchcase(name, pattern) for pattern in left_out)]
+        return _without(linear, (layers.output, *layers.flattened))
     modules = list(layers.targets) if target_modules is None else target_modules
     if not modules:
         raise UserError("adapter.target_modules=[]: no layer would be adapted. Use null for the default.")
@@ -42,7 +41,11 @@ def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequ
                 f"{type(transformer).__name__}. Its layers end with {', '.join(endings)}."
             )
         targets.update(found)
-    return [name for name in linear if name in targets]
+    return _without([name for name in linear if name in targets], layers.flattened if target_modules is None else ())
+
+
+def _without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def last_match(patterns: dict[str, float], name: str, default: float) -> float:

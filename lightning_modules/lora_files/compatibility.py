@@ -25,8 +25,8 @@ IN_DIFFUSERS = ("LoRA", "DoRA", "LoKr")
 LOKR_LOADERS = ("Flux2", "ZImage")
 # By format, the models (`NativeNames.readers`; "": those without native names) whose load_lora_weights reads it.
 DIFFUSERS = {
-    "diffusers": ("flux", "flux2", "flux3", "z_image", ""),
-    "comfyui": ("flux2", "flux3", "z_image", ""),
+    "diffusers": ("flux", "flux2", "flux3", "krea2", "z_image", ""),
+    "comfyui": ("flux2", "flux3", "krea2", "z_image", ""),
     "kohya": ("flux", "flux2", "z_image", ""),
     "onetrainer": ("flux",),
 }

@@ -176,7 +176,7 @@ class FrozenBase:
         """Return the pipeline's timesteps (num_inference_steps,), in [0, 1000], for a target of so many tokens."""
         scheduler, steps = sampling.scheduler(self.components["scheduler"]), sampling.num_inference_steps
         sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64)
-        mu = self.family_class.sampling_rules.mu(scheduler.config, tokens, steps)
+        mu = self.family_class.sampling_rules.mu({**self.index, **scheduler.config}, tokens, steps)
         scheduler.set_timesteps(sigmas=sigmas.tolist(), mu=mu)
         return scheduler.timesteps
 

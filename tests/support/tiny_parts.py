@@ -3,6 +3,7 @@
 import string
 
 import torch
+from diffusers import AutoencoderKLQwenImage
 from transformers import Qwen2Tokenizer
 
 # Qwen3's template for one turn; without thinking, it would answer at once.
@@ -50,6 +51,19 @@ def qwen_vl_settings(tokenizer: Qwen2Tokenizer) -> dict:
         "vision_start_token_id": start_image,
         "vision_end_token_id": end_image,
     }
+
+
+def build_qwen_vae() -> AutoencoderKLQwenImage:
+    """Build a small autoencoder of Qwen-Image's class."""
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[-0.7, 0.3, 0.1, -0.2],
+        latents_std=[2.8, 1.4, 0.7, 1.2],
+    )
 
 
 def spread(model: torch.nn.Module, std: float) -> torch.nn.Module:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
-    AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
     FluxKontextPipeline,
     FluxPipeline,
@@ -46,12 +45,14 @@ from transformers import (
 
 from tests.support.tiny_flux2 import build_flux2_dev, build_flux2_klein
 from tests.support.tiny_flux3 import build_flux3
+from tests.support.tiny_krea2 import build_krea2
 from tests.support.tiny_parts import (
     CHARACTERS,
     CHAT,
     LANGUAGE_MODEL,
     QWEN3_TEMPLATE,
     VISION,
+    build_qwen_vae,
     build_tokenizer,
     qwen_vl_settings,
 )
@@ -145,15 +146,7 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02
         ),
-        vae=AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            latents_mean=[-0.7, 0.3, 0.1, -0.2],
-            latents_std=[2.8, 1.4, 0.7, 1.2],
-        ),
+        vae=build_qwen_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         processor=processor,
@@ -252,6 +245,7 @@ class Tiny:
         call: what its stock pipeline must be told to do as we do.
         guidance: settings of predict.py and of the stock pipeline, by which it guides.
         takes_list: whether that takes several images.
+        stock_images: whether its stock pipeline takes images at all.
         sized: whether it is told the size of the picture; else that follows from the image.
         variant: whether another model stands for it in the suite.
     """
@@ -263,6 +257,7 @@ class Tiny:
     call: Mapping[str, Any] = field(default_factory=dict)
     guidance: Mapping[str, Any] = field(default_factory=lambda: {"true_cfg_scale": 3.0, "negative_prompt": "blurry"})
     takes_list: bool = False
+    stock_images: bool = True
     sized: bool = True
     variant: bool = False
 
@@ -282,6 +277,7 @@ FLUX2: dict[str, Any] = {
     "guidance": {"guidance_scale": 3.0},
     "takes_list": True,
 }
+KREA2: dict[str, Any] = {"settings": ("model.max_sequence_length=96",), "call": {"max_sequence_length": 96}}
 # By the names of their YAMLs
 MODELS = {
     "flux_kontext": Tiny(
@@ -315,6 +311,21 @@ MODELS = {
         controls=(),
         call={"max_sequence_length": 96},
         guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+    ),
+    "krea2": Tiny(
+        build_krea2,
+        settings=KREA2["settings"],
+        data="captions",
+        controls=(),
+        call=KREA2["call"],
+        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+    ),
+    "krea2_edit": Tiny(
+        build_krea2,
+        settings=(*KREA2["settings"], "model.resolution=64", f"model.condition_image_size={AREA}"),
+        call=KREA2["call"],
+        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+        stock_images=False,
     ),
     "longcat_image_edit": Tiny(
         build_longcat,

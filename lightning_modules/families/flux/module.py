@@ -1,7 +1,7 @@
 """FLUX.1 dev and Kontext: an MMDiT over text, target and control tokens (arXiv 2506.15742)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +25,8 @@ class FluxKontext(EditModule):
     text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
     # As diffusers' script for Kontext: both streams and their MLPs, 57 % of the weights.
     layers = Layers(NATIVE_NAMES, (*ATTENTION, *TEXT_ATTENTION, *MLPS, "proj_mlp"))
-    latent_pipeline: ClassVar[type] = LatentKontext
+    latent_pipeline: type = LatentKontext
+    stock_images = 1
     last_block = (flux_last_block,)
 
     # Text

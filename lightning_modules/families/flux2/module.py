@@ -1,7 +1,7 @@
 """FLUX.2 klein and dev: an MMDiT over text, target and reference tokens, its text from one language model's layers."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Flux2Klein(Flux2Latents):
     condition_images = ConditionImages(most_area=1024 * 1024, crops=True)
     layers = Layers(NATIVE_NAMES, TARGETS)
     sampling_rules = SamplingRules("guidance_scale", any_negative=False, mu=empirical_mu)
-    latent_pipeline: ClassVar[type] = LatentKlein
+    latent_pipeline: type = LatentKlein
     last_block = (flux2_last_block,)
     _prompt_function = "_get_qwen3_prompt_embeds"  # of the pipeline
     _language_model = "Qwen3ForCausalLM"

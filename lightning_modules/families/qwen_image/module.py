@@ -23,7 +23,28 @@ def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values).view(1, -1, 1, 1).to(device)
 
 
-class QwenImage(EditModule):
+class QwenLatents(EditModule):
+    """A family with Qwen-Image's autoencoder, which is made for videos, (B, C, 1, H, W)."""
+
+    def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        latent = vae.encode(pixels.unsqueeze(2)).latent_dist
+        return latent.mode().squeeze(2), latent.std.squeeze(2)
+
+    def _statistic(self, name: str, latents: Tensor) -> Tensor:
+        """Return one value for each channel of the latents."""
+        return _channels(tuple(self.base.vae_config[name]), latents.device).to(latents.dtype)
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        return (latents - self._statistic("latents_mean", latents)) / self._statistic("latents_std", latents)
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        latents = latents.to(vae.dtype)
+        inverse = 1 / self._statistic("latents_std", latents.float())  # as the pipeline rounds in bf16
+        latents = latents / inverse.to(latents) + self._statistic("latents_mean", latents)
+        return vae.decode(latents.unsqueeze(2)).sample.squeeze(2)
+
+
+class QwenImage(QwenLatents):
     """Qwen-Image and Qwen-Image-2512: text to image.
 
     Attributes:
@@ -42,7 +63,7 @@ class QwenImage(EditModule):
             *(f"{stream}_mlp.net.{end}" for stream in ("img", "txt") for end in ("0.proj", "2")),
         )
     )
-    latent_pipeline: ClassVar[type] = LatentPipeline
+    latent_pipeline: type = LatentPipeline
     last_block = (qwen_last_block, UNREAD)
     most_text_tokens: ClassVar[int | None] = 512  # as its pipeline does unless told otherwise
 
@@ -68,25 +89,6 @@ class QwenImage(EditModule):
     def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
         """Return the length at four characters a token."""
         return 8 + len(prompt) // 4
-
-    # Images: the autoencoder is made for videos, (B, C, 1, H, W)
-
-    def encode_pixels(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        latent = vae.encode(pixels.unsqueeze(2)).latent_dist
-        return latent.mode().squeeze(2), latent.std.squeeze(2)
-
-    def _statistic(self, name: str, latents: Tensor) -> Tensor:
-        """Return one value for each channel of the latents."""
-        return _channels(tuple(self.base.vae_config[name]), latents.device).to(latents.dtype)
-
-    def normalize(self, latents: Tensor) -> Tensor:
-        return (latents - self._statistic("latents_mean", latents)) / self._statistic("latents_std", latents)
-
-    def decode(self, vae: Any, latents: Tensor) -> Tensor:
-        latents = latents.to(vae.dtype)
-        inverse = 1 / self._statistic("latents_std", latents.float())  # as the pipeline rounds in bf16
-        latents = latents / inverse.to(latents) + self._statistic("latents_mean", latents)
-        return vae.decode(latents.unsqueeze(2)).sample.squeeze(2)
 
     # The transformer
 

@@ -9,6 +9,7 @@ from datamodules.pairs import collate_pixels
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
 from tests.support.combinations import first
+from tests.support.krea2_reference import KREA2_REFERENCES
 from tests.support.objectives import losses
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
 from tests.support.same_adapters import assert_same_gradients
@@ -29,6 +30,12 @@ CASES = {
     "flux3_klein, one image": ("flux3_klein", [(96, 64)]),
     "flux3_klein, two images": ("flux3_klein", [(96, 75), (64, 112)]),
     "z_image": ("z_image", []),
+    "krea2": ("krea2", []),
+    "krea2_edit": ("krea2_edit", []),
+    "krea2_edit, one image": ("krea2_edit", [(96, 48)]),
+    "krea2_edit, two images": ("krea2_edit", [(50, 71), (200, 90)]),
+    "krea2_edit, before": ("krea2_edit, before", [(96, 48)]),
+    "krea2_edit, before, two images": ("krea2_edit, before", [(50, 71), (200, 90)]),
     "longcat_image_edit": ("longcat_image_edit", [(96, 48)]),
     "longcat_image_edit, enlarged": ("longcat_image_edit", [(50, 71)]),
 }
@@ -40,6 +47,7 @@ QUICK = (
     "flux2_klein_4b, two images",
     "flux3_klein, two images",
     "z_image",
+    "krea2_edit, two images",
     "longcat_image_edit, enlarged",
 )
 
@@ -49,9 +57,9 @@ def built(repositories, monkeypatch):
     """Build the reference of a model, our module and the stock pipeline."""
 
     def built(name, *overrides):
-        reference = REFERENCES[name]
-        module = reference.build(repositories[name], *overrides)
-        return reference, module, reference.stock(repositories[name], monkeypatch)
+        reference = (REFERENCES | KREA2_REFERENCES)[name]
+        repository = repositories[reference.name]
+        return reference, reference.build(repository, *overrides), reference.stock(repository, monkeypatch)
 
     return built
 

@@ -1,0 +1,32 @@
+"""diffusers' Krea 2 pipeline for prompts of several lengths, and with references, which it lacks."""
+
+from typing import Any
+
+from torch import Tensor
+
+from datamodules.batch import pad_to
+from lightning_modules.families.krea2.denoise import SCHEMES, EditScheme, references
+from lightning_modules.families.patches import LatentPipeline
+
+
+class LatentKrea2(LatentPipeline):
+    """Mixin of Krea2Pipeline: references, as latents, are added to each call of its transformer."""
+
+    transformer: Any
+    vae_scale_factor: int
+    scheme: EditScheme = SCHEMES["after"]
+
+    def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
+        # The pipeline counts the positions of the prompt and uses them for the negative one as well.
+        embeds = {name: one for name, one in arguments.items() if "prompt_embeds" in name}
+        longest = max(one.shape[1] for one in embeds.values())
+        arguments |= {name: pad_to(one, longest) for name, one in embeds.items()}
+        sides = [side // self.vae_scale_factor for side in reversed(size)]
+        with references(self.transformer, controls, sides, self.scheme):
+            return super().edit(controls, size, **arguments)
+
+
+class LatentIdentityEdit(LatentKrea2):
+    """Mixin for the scheme of the Identity Edit LoRAs."""
+
+    scheme = SCHEMES["before"]
