@@ -1,133 +1,12 @@
-"""Krea 2 by its pipeline, and its two editing schemes from their authors' descriptions."""
+"""Krea 2's parts of the training loss and its images, as in references.py."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline
-from PIL import Image
-from torch import Tensor
-from transformers import Qwen2VLImageProcessor
 
-from datamodules.images.decoding import size_of_area, to_tensor
-from tests.support.references import CONDITION, Qwen
-
-# Pixels of references for the autoencoder, and text tokens.
-AREA, LENGTH = 96 * 96, 96
-
-
-class EditingKrea2(Krea2Pipeline):
-    """Samples with references, by a loop of its own."""
-
-    edit_scheme = "after"
-
-    def seen(self, image: Image.Image) -> Image.Image:
-        """Return an image as the autoencoder sees it."""
-        if self.edit_scheme == "before":
-            return image.resize(size_of_area(*image.size, AREA), Image.Resampling.LANCZOS)
-        scale = min(1.0, math.sqrt(AREA / (image.width * image.height)))
-        sides = (int(side * scale) // 16 * 16 for side in image.size)
-        return image.resize(tuple(sides), Image.Resampling.LANCZOS)
-
-    def latents_of(self, image: Image.Image) -> Tensor:
-        """Return normalized latents (1, C, 1, h, w)."""
-        latent = self.vae.encode(to_tensor(self.seen(image))[None, :, None]).latent_dist.mode()
-        mean, std = (
-            torch.tensor(self.vae.config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std")
-        )
-        return (latent - mean) / std
-
-    def text(self, prompt: str, images: list[Image.Image]) -> Tensor:
-        """Return the language model's states (1, L, layers, D), with a slot of tokens for each image."""
-        if not images:
-            states, mask = self.get_text_hidden_states(prompt, LENGTH, torch.device("cpu"))
-            return states[mask][None]
-        process = Qwen2VLImageProcessor(
-            patch_size=16,
-            image_mean=[0.5] * 3,
-            image_std=[0.5] * 3,
-            size={"shortest_edge": 65536, "longest_edge": 16777216},
-        )
-        seen = [image.resize(size_of_area(*image.size, CONDITION), Image.Resampling.LANCZOS) for image in images]
-        pixels = process(images=seen, return_tensors="pt")
-        chat = self.prompt_template_encode_prefix
-        for number, grid in enumerate(pixels.image_grid_thw, 1):
-            label = f"Picture {number}: " if self.edit_scheme == "after" else ""
-            chat += f"{label}<|vision_start|>{'<|image_pad|>' * (int(grid.prod()) // 4)}<|vision_end|>"
-        tokens = self.tokenizer(chat + prompt + self.prompt_template_encode_suffix, return_tensors="pt")
-        kinds = (tokens.input_ids == self.text_encoder.config.image_token_id).int()
-        states = self.text_encoder(**tokens, **pixels, mm_token_type_ids=kinds, output_hidden_states=True).hidden_states
-        return torch.stack([states[layer] for layer in self.text_encoder_select_layers], dim=2)[:, 34:]
-
-    def velocity(self, x_t: Tensor, sides: tuple[int, int], t: Tensor, prompt: str, images: Any) -> Tensor:
-        """(1, N, C) -> (1, N, C); `sides` of the target's grid of tokens."""
-        model: Any = self.transformer
-        text = model.txt_in(model.text_fusion(self.text(prompt, images)))
-        parts, places = [model.img_in(x_t)], [grid_places(0, *sides)]
-        for index, image in enumerate(images, 1):
-            latent = self.latents_of(image)
-            height, width = (side // 2 for side in latent.shape[-2:])
-            tokens = self._pack_latents(latent, 1, latent.shape[1], 2 * height, 2 * width)
-            down, right = max(0, (sides[0] - height) / 2), max(0, (sides[1] - width) / 2)
-            place = grid_places(index, height, width)
-            parts.append(model.img_in(tokens))
-            places.append(place + torch.tensor([0, down, right]) if self.edit_scheme == "before" else place)
-        if self.edit_scheme == "before":  # the references come first, and all have the target's time
-            parts, places = [*parts[1:], parts[0]], [*places[1:], places[0]]
-        start = text.shape[1] + (sum(one.shape[1] for one in parts[:-1]) if self.edit_scheme == "before" else 0)
-        target = slice(start, start + x_t.shape[1])
-        hidden = torch.cat([text, *parts], 1)
-        freqs = model.rotary_emb(torch.cat([torch.zeros(text.shape[1], 3), *places]))
-        time = model.time_embed(t, hidden.dtype)
-        now, clean = (model.time_mod_proj(F.gelu(one, approximate="tanh")) for one in (time, model.time_embed(0 * t, hidden.dtype)))  # fmt: skip  # noqa: E501
-        for block in model.transformer_blocks:
-            spans = [(now, slice(0, target.stop))]
-            if images and self.edit_scheme == "after":
-                spans.append((clean, slice(target.stop, None)))
-            else:
-                spans = [(now, slice(None))]
-            rows = [((one.unflatten(-1, (6, -1)) + block.scale_shift_table).unbind(-2), span) for one, span in spans]
-
-            def modulated(x, scale, shift, rows=rows):
-                return torch.cat([(1 + row[scale]) * x[:, span] + row[shift] for row, span in rows], 1)
-
-            def gated(x, gate, rows=rows):
-                return torch.cat([row[gate] * x[:, span] for row, span in rows], 1)
-
-            attended = block.attn(modulated(block.norm1(hidden), 0, 1), image_rotary_emb=freqs)
-            hidden = hidden + gated(attended, 2)
-            hidden = hidden + gated(block.ff(modulated(block.norm2(hidden), 3, 4)), 5)
-        return model.final_layer(hidden[:, target], time)
-
-    @torch.no_grad()
-    def __call__(self, prompt, num_inference_steps, guidance_scale, width, height, generator, image=(), **more):
-        sides = height // 16, width // 16
-        x = torch.randn(1, 4, height // 8, width // 8, generator=generator)
-        x = self._pack_latents(x, 1, 4, height // 8, width // 8)
-        mu = 0.5 + (1.15 - 0.5) / (6400 - 256) * (sides[0] * sides[1] - 256)
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config)
-        sigmas = [1 - i / num_inference_steps for i in range(num_inference_steps)]
-        scheduler.set_timesteps(sigmas=sigmas, mu=mu)
-        for now in scheduler.timesteps:
-            v = self.velocity(x, sides, now[None] / 1000, prompt, list(image))
-            if guidance_scale > 0:
-                away = self.velocity(x, sides, now[None] / 1000, more.get("negative_prompt", ""), list(image))
-                v = v + guidance_scale * (v - away)
-            x = scheduler.step(v, now, x).prev_sample
-        latents = self._unpack_latents(x, height, width)
-        mean, std = (
-            torch.tensor(self.vae.config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std")
-        )
-        pixels = self.vae.decode(latents * std + mean).sample[:, :, 0]
-        return SimpleNamespace(images=self.image_processor.postprocess(pixels, output_type="pt"))
-
-
-def grid_places(index: int, height: int, width: int) -> Tensor:
-    """Return (height * width, 3): the index of the image, row, column."""
-    rows = torch.arange(height).repeat_interleave(width)
-    return torch.stack([torch.full_like(rows, index), rows, torch.arange(width).repeat(height)], 1).float()
+from tests.support.krea2_editing import AREA, CONDITION, LENGTH, EditingKrea2
+from tests.support.references import Qwen
 
 
 class Krea2(Qwen):
@@ -156,11 +35,8 @@ class Krea2Edit(Krea2):
     """Krea 2 with references; without any it must be the stock pipeline's."""
 
     def stock(self, repository, monkeypatch, **how):
-        own = super().stock(repository, monkeypatch, **how)
-        layers = own.text_encoder_select_layers
-        pipeline = EditingKrea2(**own.components, text_encoder_select_layers=layers)
-        pipeline.edit_scheme = "before" if any("before" in one for one in self.settings) else "after"
-        return pipeline
+        scheme = "before" if any("before" in one for one in self.settings) else "after"
+        return EditingKrea2.of(super().stock(repository, monkeypatch, **how), scheme)
 
     def arguments(self, images):
         return {"image": images}

@@ -4,11 +4,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, Krea2Pipeline
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from tests.support.krea2_editing import EditingKrea2
 from tests.support.tiny_flux3 import StockFlux3
 from tests.support.tiny_pipelines import AREA, MODELS
 
@@ -36,6 +37,8 @@ def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=No
     """
     shrink_condition_images(monkeypatch, AREA, AREA)
     pipeline = load_stock(repository, torch_dtype=dtype)
+    if "image" in settings and isinstance(pipeline, Krea2Pipeline):
+        pipeline = EditingKrea2.of(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     if lora is not None and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights(lora)

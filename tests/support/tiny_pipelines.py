@@ -245,7 +245,6 @@ class Tiny:
         call: what its stock pipeline must be told to do as we do.
         guidance: settings of predict.py and of the stock pipeline, by which it guides.
         takes_list: whether that takes several images.
-        stock_images: whether its stock pipeline takes images at all.
         sized: whether it is told the size of the picture; else that follows from the image.
         variant: whether another model stands for it in the suite.
     """
@@ -257,7 +256,6 @@ class Tiny:
     call: Mapping[str, Any] = field(default_factory=dict)
     guidance: Mapping[str, Any] = field(default_factory=lambda: {"true_cfg_scale": 3.0, "negative_prompt": "blurry"})
     takes_list: bool = False
-    stock_images: bool = True
     sized: bool = True
     variant: bool = False
 
@@ -322,10 +320,10 @@ MODELS = {
     ),
     "krea2_edit": Tiny(
         build_krea2,
-        settings=(*KREA2["settings"], "model.resolution=64", f"model.condition_image_size={AREA}"),
+        settings=(*KREA2["settings"], "model.resolution=96", "model.condition_image_size=4096"),
         call=KREA2["call"],
         guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
-        stock_images=False,
+        takes_list=True,
     ),
     "longcat_image_edit": Tiny(
         build_longcat,
