@@ -1,11 +1,12 @@
 """Latents as a transformer's tokens, 2x2 patches, in training and in stock pipelines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from datamodules.batch import copy_to
 from lightning_modules.execution.blocks import blocks, target_tokens_only
 
 
@@ -28,6 +29,12 @@ def token_grid(latents: Tensor, dtype: torch.dtype = torch.int64) -> tuple[Tenso
     sides = (torch.arange(side // 2, device=latents.device, dtype=dtype) for side in latents.shape[-2:])
     rows, columns = torch.meshgrid(*sides, indexing="ij")
     return rows, columns
+
+
+def padding_mask(prompt: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
+    """Return the mask (B, L) of the prompts on a device; None if all tokens count: attention without it is faster."""
+    mask = prompt.get("prompt_embeds_mask")
+    return None if mask is None or len(mask) == 1 or mask.all() else copy_to(mask, device)
 
 
 def predict_target(transformer: Any, images: Sequence[Tensor], text_tokens: int = 0, **arguments: Any) -> Tensor:

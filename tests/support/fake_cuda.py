@@ -34,7 +34,7 @@ ON_HOST = {
     ("flow.py", "draw"): "drawn by generators of the host, the same on any device",
     ("flow.py", "shift_time"): "of what was drawn there",
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
-    ("denoise.py", "qwen_velocity"): "masks of prompts stay on the host, and are asked whether they mask",
+    ("patches.py", "padding_mask"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
     ("offload.py", "_pack"): "activations that wait there",
 }

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline
+from diffusers import Krea2Pipeline
 from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLImageProcessor
@@ -27,6 +27,7 @@ class EditingKrea2(Krea2Pipeline):
         """Return the same pipeline, which edits."""
         pipeline = cls(**stock.components, text_encoder_select_layers=stock.text_encoder_select_layers)
         pipeline.edit_scheme = edit_scheme
+        pipeline.transformer.forward = pipeline.forward  # T-LoRA's schedule is attached to it
         return pipeline
 
     def seen(self, image: Image.Image) -> Image.Image:
@@ -70,7 +71,14 @@ class EditingKrea2(Krea2Pipeline):
 
     def velocity(self, x_t: Tensor, sides: tuple[int, int], t: Tensor, prompt: str, images: Any) -> Tensor:
         """(1, N, C) -> (1, N, C); `sides` of the target's grid of tokens."""
+        return self.transformer(hidden_states=x_t, timestep=t, sides=sides, prompt=prompt, images=images)
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, sides=None, prompt="", images=None, **stock) -> Any:
+        """Compute `velocity`, or what the stock transformer does if there are no images."""
         model: Any = self.transformer
+        x_t, t = hidden_states, timestep
+        if images is None:
+            return type(model).forward(model, hidden_states=x_t, timestep=t, **stock)
         text = model.txt_in(model.text_fusion(self.text(prompt, images)))
         parts, places = [model.img_in(x_t)], [grid_places(0, *sides)]
         for index, image in enumerate(images, 1):
@@ -114,15 +122,15 @@ class EditingKrea2(Krea2Pipeline):
         x = torch.randn(1, 4, height // 8, width // 8, generator=generator, dtype=self.vae.dtype)
         x = self._pack_latents(x, 1, 4, height // 8, width // 8)
         mu = 0.5 + (1.15 - 0.5) / (6400 - 256) * (sides[0] * sides[1] - 256)
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config)
         sigmas = [1 - i / num_inference_steps for i in range(num_inference_steps)]
-        scheduler.set_timesteps(sigmas=sigmas, mu=mu)
-        for now in scheduler.timesteps:
+        self.scheduler.set_timesteps(sigmas=sigmas, mu=mu)
+        for now in self.scheduler.timesteps:
+            self._current_timestep = now
             v = self.velocity(x, sides, (now[None] / 1000).to(x), prompt, list(image))
             if guidance_scale > 0:
                 away = self.velocity(x, sides, (now[None] / 1000).to(x), more.get("negative_prompt", ""), list(image))
                 v = v + guidance_scale * (v - away)
-            x = scheduler.step(v, now, x).prev_sample
+            x = self.scheduler.step(v, now, x).prev_sample
         latents = self._unpack_latents(x, height, width)
         mean, std = (
             torch.tensor(self.vae.config[name]).view(1, -1, 1, 1, 1).to(self.vae.dtype)

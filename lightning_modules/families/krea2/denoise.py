@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from datamodules.batch import copy_to
-from lightning_modules.families.patches import pack, predict_target, token_grid
+from lightning_modules.families.patches import pack, padding_mask, predict_target, token_grid
 from lightning_modules.family import dynamic_mu
 
 
@@ -96,15 +95,12 @@ def references(transformer: Any, images: Sequence[Tensor], sides: Sequence[int],
 
 def krea2_velocity(transformer: Any, x_t: Tensor, t: Tensor, prompt: Mapping[str, Tensor]) -> Tensor:
     """Predict the velocity (B, C, h, w) of (B, C, h, w) at t (B,)."""
-    embeds, mask = prompt["prompt_embeds"], prompt.get("prompt_embeds_mask")
-    # A single sample has no padding; attention without a mask is faster.
-    if len(x_t) == 1 or (mask is not None and mask.all()):
-        mask = None
+    embeds = prompt["prompt_embeds"]
     return predict_target(
         transformer,
         [x_t],
         timestep=t,
         encoder_hidden_states=embeds,
-        encoder_attention_mask=None if mask is None else copy_to(mask, x_t.device),
+        encoder_attention_mask=padding_mask(prompt, x_t.device),
         position_ids=F.pad(krea2_ids(x_t), (0, 0, embeds.shape[1], 0)),
     )

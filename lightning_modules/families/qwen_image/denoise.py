@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.batch import copy_to
 from lightning_modules.execution.blocks import compute_dtype
-from lightning_modules.families.patches import predict_target
+from lightning_modules.families.patches import padding_mask, predict_target
 
 
 def image_shapes(latents: Sequence[Sequence[int]], samples: int) -> list[list[tuple[int, int, int]]]:
@@ -21,16 +20,12 @@ def qwen_velocity(
 ) -> Tensor:
     """Predict the velocity (B, C, h, w) of (B, C, h, w) at t (B,)."""
     images = [x_t, *controls]
-    # A single sample has no padding; attention without a mask is faster.
-    mask = prompt.get("prompt_embeds_mask")
-    if len(x_t) == 1 or (mask is not None and mask.all()):
-        mask = None
     return predict_target(
         transformer,
         images,
         timestep=t,
         encoder_hidden_states=prompt["prompt_embeds"],
-        encoder_hidden_states_mask=None if mask is None else copy_to(mask, x_t.device),
+        encoder_hidden_states_mask=padding_mask(prompt, x_t.device),
         img_shapes=image_shapes([image.shape[-2:] for image in images], len(x_t)),
     )
 
