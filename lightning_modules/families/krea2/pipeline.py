@@ -2,9 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from datamodules.batch import pad_to
 from lightning_modules.families.krea2.denoise import SCHEMES, EditScheme, references
 from lightning_modules.families.patches import LatentPipeline
 
@@ -20,7 +20,7 @@ class LatentKrea2(LatentPipeline):
         # The pipeline counts the positions of the prompt and uses them for the negative one as well.
         embeds = {name: one for name, one in arguments.items() if "prompt_embeds" in name}
         longest = max(one.shape[1] for one in embeds.values())
-        arguments |= {name: pad_to(one, longest) for name, one in embeds.items()}
+        arguments |= {name: _padded(one, longest) for name, one in embeds.items()}
         sides = [side // self.vae_scale_factor for side in reversed(size)]
         with references(self.transformer, controls, sides, self.scheme):
             return super().edit(controls, size, **arguments)
@@ -30,3 +30,8 @@ class LatentIdentityEdit(LatentKrea2):
     """Mixin for the scheme of the Identity Edit LoRAs."""
 
     scheme = SCHEMES["before"]
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    """(B, L, ...) -> (B, length, ...), with zeros at the end."""
+    return torch.cat([tensor, tensor.new_zeros(len(tensor), length - tensor.shape[1], *tensor.shape[2:])], dim=1)
