@@ -154,6 +154,10 @@ def test_empty_cells_of_a_table_are_samples_without_a_reference(tmp_path, reposi
 
 def test_samples_without_any_reference_are_no_edits(refuses, kinds):
     refuses(root=f"[{kinds[0]},{kinds[0]}]", words="images, but no condition images in ")
+    weighted = ["data=captions", "objective.edit_weight.floor=0.5"]
+    refuses(
+        *weighted, root=kinds[0], words="floor=0.5 weights differences from the edited image, and no sample has one"
+    )
 
 
 def test_reference_dropout_is_refused_where_it_cannot_work(refuses, repositories):

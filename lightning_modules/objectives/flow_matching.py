@@ -13,8 +13,6 @@ from torch import Tensor
 from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
 from datamodules.images.resizing import Size
-from lightning_modules.adapters.adapter import Adapter
-from lightning_modules.family import Family
 from lightning_modules.flow import Noised, area_weights, flow_loss, mean_over_positions
 from lightning_modules.objectives.objective import Objective, Passes
 from lightning_modules.prepare import Denoiser
@@ -178,18 +176,16 @@ class FlowMatchingObjective(Objective):
         self.compares = "objective.contrastive_guidance" if contrastive_guidance != 1 else ""
         self.preserve_prompts = tuple(preserve.prompts)
 
-    def check_model(self, family: Family, adapter: Adapter) -> None:
-        super().check_model(family, adapter)
-        if self.edit_floor < 1 and family.condition_images.most == 0:
-            raise UserError(
-                f"objective.edit_weight.floor={self.edit_floor:g} weights differences from the edited image, "
-                f"which {family.pipeline_name} does not take. Use masks."
-            )
-
     def check_sizes(self, sizes: Sequence[Size]) -> None:
         if any("rejected" in names for _, names in sizes):
             log.info("note: samples have rejected images, which objective=dpo learns from; here they are unused")
-        region_is_known = any(controls or "mask" in names for (_, *controls), names in sizes)
+        edits = any(len(images) > 1 for images, _ in sizes)
+        if self.edit_floor < 1 and sizes and not edits:
+            raise UserError(
+                f"objective.edit_weight.floor={self.edit_floor:g} weights differences from the edited image, and no "
+                "sample has one. Use masks."
+            )
+        region_is_known = edits or any("mask" in names for _, names in sizes)
         if self.preserve.outside and sizes and not region_is_known:
             raise UserError(
                 f"objective.preserve.outside={self.preserve.outside:g} preserves the outside of a mask or an edit, and "
