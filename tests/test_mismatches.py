@@ -1,5 +1,7 @@
 """A model and data, images or a repository of another kind: one clear line, and nothing is loaded."""
 
+import shutil
+
 import pytest
 from hydra.utils import instantiate
 
@@ -7,7 +9,7 @@ from datamodules.errors import UserError
 from lightning_modules.pretrained.frozen_base import note_once
 from tests.support.commands import compose
 from tests.support.pictures import photograph
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import MODELS, edit_json
 
 MISMATCHES = {
     "a caption folder for an edit model": ("flux_kontext", "cached", "flux_dev", "To train on images and captions"),
@@ -46,19 +48,36 @@ def test_prediction_with_more_or_fewer_images_than_the_model_takes(run, reposito
     assert "interrupted" not in outcome.text
 
 
-def test_repository_of_another_model_is_refused_or_said(repositories, caplog):
+def test_repository_of_another_model_is_refused_and_the_right_one_named(repositories):
     def check(model, repository):
         where = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[repository]}"]
         instantiate(compose("train", *where).model).check()
 
     for model, repository, words in (
-        ("qwen_image_edit", "flux_kontext", "has no processor, which QwenImageEdit needs: it is made for FluxKontext"),
-        ("flux2_klein_4b", "flux2_dev", "reads text by a Mistral3ForConditionalGeneration"),
-        ("flux2_dev", "flux2_klein_4b", "reads text by a Qwen3ForCausalLM"),
+        ("qwen_image_edit", "flux_kontext", "is made for FluxKontextPipeline: choose model=flux_kontext$"),
+        ("qwen_image_edit", "qwen_image_edit_plus", "QwenImageEditPlusPipeline: choose model=qwen_image_edit_plus$"),
+        ("flux2_klein_4b", "flux2_dev", "is made for Flux2Pipeline: choose model=flux2_dev$"),
+        ("flux2_dev", "flux2_klein_4b", "is made for Flux2KleinPipeline: choose model=flux2_klein_4b$"),
+        ("z_image", "krea2", "is made for Krea2Pipeline: choose model=krea2 or krea2_edit$"),
     ):
         with pytest.raises(UserError, match=words):
             check(model, repository)
+
+
+def test_variant_of_a_known_pipeline_is_used_with_one_note(repositories, tmp_path, caplog):
+    """A fine-tuned model, or a pipeline of the same components; its transformer says which family it is."""
+
+    def check(model):
+        instantiate(compose("train", f"model={model}", f"model.pretrained_model_name_or_path={copy}").model).check()
+
+    copy = shutil.copytree(repositories["flux2_klein_4b"], tmp_path / "copy")
+    edit_json(copy / "model_index.json", _class_name="Flux2KleinKVPipeline")
     note_once.cache_clear()
-    check("qwen_image_edit", "qwen_image_edit_plus")
-    note = "names QwenImageEditPlusPipeline, QwenImageEdit expects QwenImageEditPipeline: check model="
-    assert sum(note in message for message in caplog.messages) == 1
+    check("flux2_klein_4b")
+    check("flux2_klein_4b")
+    assert caplog.messages == [
+        f"note: {copy} names Flux2KleinKVPipeline, which no model of Retouch has: it is used as a Flux2KleinPipeline"
+    ]
+    words = "holds a Flux2Transformer2DModel, QwenImage needs a QwenImage.*: choose model=flux2_dev or flux2_klein_4b$"
+    with pytest.raises(UserError, match=words):
+        check("qwen_image")

@@ -3,6 +3,7 @@
 Libraries fill gaps with random numbers or empty vocabularies, and ignore scales they do not know, without a word.
 """
 
+import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,19 @@ USUAL = {
 }
 # Files of weights, whether they are read or not.
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
+
+
+MODELS = Path(__file__).parents[2] / "conf" / "model"
+
+
+def models_for(class_name: str | None) -> str:
+    """Return the models in conf/ for a pipeline or transformer of diffusers, as settings to choose; "" if none is."""
+    found = []
+    for path in sorted(MODELS.glob("[!_]*.yaml")):
+        if target := re.search(r"^_target_: (\S+)\.(\w+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            family = getattr(importlib.import_module(target[1]), target[2])
+            found += [path.stem] if class_name in (family.pipeline_name, family.transformer_class) else []
+    return f"model={' or '.join(found)}" if found else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

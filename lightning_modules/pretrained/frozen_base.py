@@ -15,7 +15,7 @@ from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.checks import check_component
+from lightning_modules.pretrained.checks import check_component, models_for
 from lightning_modules.pretrained.repository import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
@@ -94,15 +94,18 @@ class FrozenBase:
     def check(self) -> None:
         """Raise a UserError if the repository does not fit the settings, before any weights are read."""
         index = self.index
-        made_for, model = index.get("_class_name"), self.family_class.__name__
+        made_for, family = index.get("_class_name"), self.family_class
+        if made_for != family.pipeline_name and (others := models_for(made_for)):
+            raise UserError(f"{self.name} is made for {made_for}: choose {others}")
+        self.source.check_settings(family)
         if missing := [name for name in (*self.encoder_names, "scheduler") if name not in index]:
-            raise UserError(f"{self.name} has no {listing(missing)}, which {model} needs: it is made for {made_for}")
-        self.components.check_quantization([name for name in self.family_class.text_components if name in index])
-        self.source.check_settings(self.family_class)
-        if made_for != self.family_class.pipeline_name:
+            raise UserError(
+                f"{self.name} has no {listing(missing)}, which {family.__name__} needs: it is made for {made_for}"
+            )
+        self.components.check_quantization([name for name in family.text_components if name in index])
+        if made_for != family.pipeline_name:
             note_once(
-                f"the index of {self.name} names {made_for}, {model} expects {self.family_class.pipeline_name}: check "
-                "model="
+                f"{self.name} names {made_for}, which no model of Retouch has: it is used as a {family.pipeline_name}"
             )
 
     def check_precision(self, precision: str) -> None:

@@ -16,6 +16,7 @@ from lightning_modules.pretrained.checks import (
     check_names,
     check_weight_files,
     indexed_files,
+    models_for,
     read_json,
     refuse_method,
 )
@@ -106,8 +107,8 @@ class TransformerSource:
         found = config.get("_class_name")
         if found not in (self.class_name, None):
             raise UserError(
-                f"{self.name} holds a {found}, {family.__name__} needs a {self.class_name}: choose the model= that "
-                "goes with it"
+                f"{self.name} holds a {found}, {family.__name__} needs a {self.class_name}: choose "
+                f"{models_for(found) or 'the model= that goes with it'}"
             )
         if reasons := [why for setting, why in family.refused.items() if config.get(setting)]:
             raise UserError(f"{self.name} {reasons[0]}")

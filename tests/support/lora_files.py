@@ -4,6 +4,7 @@ import torch
 
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux2.module import Flux2Klein
+from lightning_modules.families.krea2.module import Krea2
 from lightning_modules.families.longcat_image.module import LongCatImageEdit
 from lightning_modules.families.qwen_image.module import QwenImageEdit
 from lightning_modules.families.z_image.module import ZImage
@@ -15,6 +16,7 @@ FAMILIES = {
     "flux2_klein_4b": Flux2Klein,
     "qwen_image_edit": QwenImageEdit,
     "z_image": ZImage,
+    "krea2": Krea2,
     "longcat_image_edit": LongCatImageEdit,
 }
 TARGETS = {

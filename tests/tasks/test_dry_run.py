@@ -77,7 +77,7 @@ def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositorie
         (["model=flux_dev", "data=cached"], "black-forest-labs/FLUX.1-dev makes images from text only"),
         (
             ["model=qwen_image_edit", "model.pretrained_model_name_or_path=black-forest-labs/FLUX.1-dev"],
-            "black-forest-labs/FLUX.1-dev has no processor, which QwenImageEdit needs",
+            "black-forest-labs/FLUX.1-dev is made for FluxPipeline: choose model=flux_dev",
         ),
         (["-m", "adapter.rank=4,8"], "task=dry_run plans one run"),
     ],

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
@@ -90,16 +89,6 @@ class Flux2Klein(Flux2Latents):
     latent_pipeline: type = LatentKlein
     last_block = (flux2_last_block,)
     _prompt_function = "_get_qwen3_prompt_embeds"  # of the pipeline
-    _language_model = "Qwen3ForCausalLM"
-
-    def check(self) -> None:
-        super().check()
-        found = self.base.index["text_encoder"][-1]
-        if found != self._language_model:
-            raise UserError(
-                f"{self.base.name} reads text by a {found}, {type(self).__name__} by a {self._language_model}. Choose "
-                "the model= for it."
-            )
 
     # Text
 
@@ -127,7 +116,6 @@ class Flux2Dev(Flux2Klein):
     pipeline_name = "Flux2Pipeline"
     sampling_rules = SamplingRules(None, mu=empirical_mu)
     latent_pipeline = LatentReferences
-    _language_model = "Mistral3ForConditionalGeneration"
     _prompt_function = "_get_mistral_3_small_prompt_embeds"
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int]:

@@ -20,7 +20,7 @@ from tests.support.foreign_files import flux
 from tests.support.lora_files import layer_names, random_updates, relative
 
 
-@pytest.fixture(scope="module", params=["flux_kontext", "flux2_klein_4b", "qwen_image_edit", "z_image"])
+@pytest.fixture(scope="module", params=["flux_kontext", "flux2_klein_4b", "qwen_image_edit", "z_image", "krea2"])
 def pipeline(request, repositories):
     made = DiffusionPipeline.from_pretrained(repositories[request.param])
     made.names = layer_names(request.param, made.transformer)

@@ -3,12 +3,13 @@
 import itertools
 
 import torch
-from diffusers import Flux2Transformer2DModel
+from diffusers import Flux2Transformer2DModel, Krea2Transformer2DModel
 from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux2.module import NATIVE_NAMES as FLUX2_NAMES
+from lightning_modules.families.krea2.module import NATIVE_NAMES as KREA2_NAMES
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames
@@ -91,6 +92,20 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
     state, expected = named_natively(names, found, "lora_unet_{}", ("lora_down", "lora_up"))
     converted = lora_conversion_utils._convert_non_diffusers_z_image_lora_to_diffusers(state)
     assert {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted} == expected.keys()
+    for layer, (down, up) in expected.items():
+        assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
+        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
+
+
+def test_native_names_of_krea2_are_those_of_diffusers_converter():
+    """All linear layers have one, of ai-toolkit's files."""
+    with torch.device("meta"):
+        transformer = Krea2Transformer2DModel(num_layers=2)
+    names = LayerNames(transformer, KREA2_NAMES)
+    state, expected = named_natively(names, None, "diffusion_model.{}")
+    converted = lora_conversion_utils._convert_non_diffusers_krea2_lora_to_diffusers(state)
+    assert expected.keys() == names.shapes.keys()
+    assert len(converted) == 2 * len(expected)
     for layer, (down, up) in expected.items():
         assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
         assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer

@@ -3,7 +3,12 @@
 import bitsandbytes
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
+from diffusers import (
+    FluxTransformer2DModel,
+    Krea2Transformer2DModel,
+    QwenImageTransformer2DModel,
+    ZImageTransformer2DModel,
+)
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
@@ -23,11 +28,28 @@ KEPT = {
     "z_image": {"all_x_embedder.2-1", "cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"}
     | {"all_final_layer.2-1.linear", "all_final_layer.2-1.adaLN_modulation.1"}
     | {f"{block}.adaLN_modulation.0" for block in ("noise_refiner.0", "layers.0", "layers.1")},
+    "krea2": {"img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj", "txt_in.linear_1"}
+    | {"txt_in.linear_2", "final_layer.linear", "text_fusion.projector"}
+    | {
+        f"text_fusion.{blocks}.0.{layer}"
+        for blocks in ("layerwise_blocks", "refiner_blocks")
+        for layer in (
+            "attn.to_q",
+            "attn.to_k",
+            "attn.to_v",
+            "attn.to_gate",
+            "attn.to_out.0",
+            "ff.gate",
+            "ff.up",
+            "ff.down",
+        )
+    },
 }
 CLASSES = {
     "flux_kontext": FluxTransformer2DModel,
     "qwen_image_edit": QwenImageTransformer2DModel,
     "z_image": ZImageTransformer2DModel,
+    "krea2": Krea2Transformer2DModel,
 }
 
 
@@ -39,7 +61,8 @@ def test_embedders_modulation_and_output_stay_as_they_are(repositories, model):
     instantiate(FP8).convert(transformer, torch.device("cpu"), torch.float32)
     kept = {name for name in linears if type(transformer.get_submodule(name)) is nn.Linear}
     assert {name for name in kept if not name.startswith("time_text_embed")} == KEPT[model]
-    assert linears - kept >= {name for name in linears if ".attn." in name or ".attention." in name}
+    blocks = {name for name in linears if ".attn." in name or ".attention." in name}
+    assert linears - kept >= {name for name in blocks if not name.startswith("text_fusion.")}
     scales = sum(transformer.get_submodule(name).weight_scale.nbytes for name in linears - kept)
     assert nbytes(transformer) == size + scales
 
