@@ -26,6 +26,7 @@ from lightning_modules import flow
 from lightning_modules.estimation.flops import empty_latents
 from lightning_modules.estimation.memory import FakeStep
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.pretrained.repository import INDEXES
 from tasks import models
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +57,8 @@ def write_shallow(
     """
     family: Any = hydra.utils.get_class(compose(model, "x", "float32").model._target_)
     known = [json.loads(path.read_text())["files"] for path in sorted(models.CONFIGURATIONS.glob("*.json"))]
-    files = next(one for one in known if one["model_index.json"]["_class_name"] == family.pipeline_name)
+    indices = [next(one[name] for name in INDEXES if name in one) for one in known]
+    files = known[[index["_class_name"] for index in indices].index(family.pipeline_name)]
     for content in files.values() if depth is not None else ():
         content |= {key: depth for key in DEPTHS if key in content}
     transformer = files["transformer/config.json"]
