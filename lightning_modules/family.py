@@ -269,3 +269,7 @@ class Family(ABC):
         """Return arguments of the stock pipeline, besides prompt and sampling, for the image that predict.py makes."""
         length = {"max_sequence_length": self.max_sequence_length} if self.max_sequence_length else {}
         return {"height": height, "width": width, **length}
+
+    def pipeline_code(self, repository: str, dtype: str, arguments: dict[str, Any]) -> list[str]:
+        """Return lines of Python that load the stock pipeline as `pipe`; they may take over `arguments` of its call."""
+        return [f"pipe = {self.pipeline_name}.from_pretrained({repository!r}, dtype={dtype})"]

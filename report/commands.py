@@ -75,7 +75,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
             f"from diffusers import {module.pipeline_name}",
             *(["from diffusers.utils import load_image"] if images else []),
             "",
-            f"pipe = {module.pipeline_name}.from_pretrained({base!r}, dtype=torch.{str(module.base.dtype)[6:]})",
+            *module.pipeline_code(base, str(module.base.dtype), arguments),
             *loading,
             *([f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})"] if fixed else []),
             "edited = pipe(",

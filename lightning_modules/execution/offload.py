@@ -142,7 +142,7 @@ def _unpin(memory: Tensor, device: torch.device) -> None:
 
 
 class BlockStream:
-    """Copies the weights of blocks to the device, one block ahead of the computing: the one that followed last time.
+    """Copies the weights of blocks to the device, one block ahead of the computing.
 
     Two buffers on the device take turns, each as large as the largest block. A copy into one starts once all work of
     its previous block is queued, and waits for that work on its own stream. This holds in the backward pass too:
@@ -151,7 +151,7 @@ class BlockStream:
     find another block's weights in its buffer.
 
     Args:
-        blocks: about in the order in which they compute, their linear layers on the CPU.
+        blocks: in the order in which they compute, their linear layers on the CPU.
         device: where they compute.
     """
 
@@ -164,8 +164,6 @@ class BlockStream:
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
         self._block_in: list[int | None] = [None] * count
         self._slot_in_use = count - 1
-        self._follower: dict[tuple[bool, int], int] = {}
-        self._latest: tuple[bool, int] | None = None  # whether in a backward pass, and the block
         self._copied: list[Any] = [None] * count
         self._side_stream = SideStream(device)
         for buffer in self._buffers:
@@ -201,16 +199,11 @@ class BlockStream:
             weights = self._host[index].views(self._buffers[slot])
             for layer, weight in zip(self._layers[index], weights, strict=True):
                 layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-            backward = torch._C._current_graph_task_id() != -1
-            if backward:
+            if torch._C._current_graph_task_id() != -1:  # in a backward pass
                 following = index - 1
             else:
                 # Without gradients another forward pass follows; with them the backward pass starts at the last block.
                 following = index + 1 if torch.is_grad_enabled() else (index + 1) % len(self._host)
-            if self._latest is not None:
-                self._follower[self._latest] = index
-            self._latest = backward, index
-            following = self._follower.get(self._latest, following)
             if 0 <= following < len(self._host) and len(self._buffers) > 1:
                 self._fetch(following)
 

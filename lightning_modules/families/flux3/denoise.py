@@ -45,12 +45,7 @@ def flux3_velocity(
 def unused_references(transformer: Any) -> Tensor | float:
     """Return a zero that depends on the parameters for references, so that each has a gradient in every step.
 
-    Else DDP would wait for them. FSDP does not, whose parameters are gathered only where they compute.
+    Else DDP would wait for them. FSDP does not, and its parameters are gathered only where they compute.
     """
-    parts = (getattr(transformer, name)["image_cond"] for name in PER_MODE)
-    trained = [one for part in parts for one in part.parameters() if one.requires_grad and not isinstance(one, DTensor)]
-    return sum((0.0 * one.sum() for one in trained), 0.0)
-
-
-# A transformer's modules that have one for the references.
-PER_MODE = ("x_embedders", "mode_blocks", "early_stream_modulations", "single_stream_modulations")
+    trained = [one for name, one in transformer.named_parameters() if "image_cond" in name and one.requires_grad]
+    return sum((0.0 * one.sum() for one in trained if not isinstance(one, DTensor)), 0.0)

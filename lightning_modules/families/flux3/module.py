@@ -1,7 +1,7 @@
 """FLUX.3 Image Klein: target, references and text in blocks of their own, then in common ones."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -100,3 +100,15 @@ class Flux3Klein(Flux2Latents):
     # The transformer
 
     velocity = staticmethod(flux3_velocity)
+
+    # Prediction
+
+    def pipeline_code(self, repository: str, dtype: str, arguments: dict[str, Any]) -> list[str]:
+        """Leave out the prompt upsampler: prompts are used as they are."""
+        scale = arguments.pop("guidance_scale", None)
+        return [
+            f"pipe = {self.pipeline_name}.from_pretrained({repository!r})",
+            "pipe._blocks.sub_blocks.pop('prompt_upsampler')",
+            f"pipe.load_components({[*self.text_components, 'vae', 'transformer']}, dtype={dtype})",
+            *([] if scale is None else [f"pipe.guider.guidance_scale = {scale}"]),
+        ]
