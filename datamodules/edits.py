@@ -38,9 +38,10 @@ class EditRequest:
         raw: a sample for each prompt, whose keys begin the names of the results' files; the control images are those
             of the one image, (1, C, h, w) each.
         image: path of the image, or paths of several references; None if the prompt is sampled from without one.
-        size: (width, height) of the results.
+        size: (width, height) that is sampled.
         seeds, lora_scales: each prompt has a result for each pair of them.
         batch_size: results sampled at once.
+        box: the part of each that is kept: left, top, right, bottom.
     """
 
     raw: RawBatch
@@ -49,6 +50,7 @@ class EditRequest:
     seeds: list[int]
     lora_scales: list[float]
     batch_size: int
+    box: tuple[int, int, int, int]
 
 
 class PromptedImage(NamedTuple):
@@ -185,18 +187,21 @@ class EditsDataModule(PromptData):
         """Return an edit with its images decoded."""
         paths, keys, prompts = edit
         # By the size of the file, as of the result: the decoded image may already be reduced.
-        windows = [self.condition_images.window(*image_size(path), self.max_area) for path in paths]
+        window_of = self.condition_images.alone if len(paths) == 1 else self.condition_images.window
+        windows = [window_of(*image_size(path), self.max_area) for path in paths]
         controls, prompt_images = self.condition_images.load(paths, windows)
         # On another grid the control would be seen with a zoom.
         own = windows[0].size if paths else (self.resolution, self.resolution)
+        size = self.width or own[0], self.height or own[1]
         images = [printable(str(path)) for path in paths]
         return EditRequest(
             RawBatch(keys, [0] * len(keys), prompts, None, controls, prompt_images=[prompt_images] * len(keys)),
             images if len(images) > 1 else next(iter(images), None),
-            (self.width or own[0], self.height or own[1]),
+            size,
             self.seeds,
             self.lora_scales,
             self.batch_size,
+            windows[0].inside if paths and not (self.width or self.height) else (0, 0, *size),
         )
 
 

@@ -134,7 +134,9 @@ class Sampler:
             self.loras.set_scale(self.transformer, scale)
             seconds["denoise"] = seconds["decode"] = 0.0
             chosen = choose_samples(latents, [row for row, _ in together])
+            left, top, right, bottom = request.box
             images = self.sample(chosen, self.sampling, request.size, [seed for _, (_, seed) in together])
+            images = images[..., top:bottom, left:right]
             shared = {name: seconds[name] / len(together) for name in ("denoise", "decode")}
             for pixels, (row, (number, seed)) in zip(images.split(1), together, strict=True):
                 yield pixels, self._record(request, row, number, seed, scale, seconds | shared)
@@ -162,8 +164,8 @@ class Sampler:
             "image": request.image,
             "prompt": prompt,
             **asdict(sampling),
-            "width": request.size[0],
-            "height": request.size[1],
+            "width": request.box[2] - request.box[0],
+            "height": request.box[3] - request.box[1],
             "seed": seed,
             "lora": [str(lora) for lora in self.loras.files],
             "lora_scale": self.loras.scales or scale,

@@ -11,12 +11,13 @@ from datamodules.errors import UserError
 from datamodules.pairs import PairDataset
 from runs.run_folder import RunFolder
 from tasks.encode import build_cache
+from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes
 from tests.support.objectives import losses
 from tests.support.pictures import make_pairs, photograph, pixels, records
 from tests.support.tiny_pipelines import MODELS
 
-MODELS_WITHOUT = ["flux_kontext", pytest.param("flux2_klein_4b", marks=pytest.mark.slow)]
+MODELS_WITHOUT = first(1, ["flux_kontext", "flux2_klein_4b", "flux3_klein"])
 
 
 @pytest.fixture

@@ -113,16 +113,19 @@ class Framing:
         own, *controls = sizes
         same_view = (control for control in controls if self._sets_grid(control, own))
         like = next(same_view, own) if self.buckets == "exact" else own
-        target = self._window(like, side, crop, flipped)
-        return (target, *(self._control(control, own, target, side, flipped) for control in controls))
+        alone = len(controls) == 1 and self.condition_images.whole_area is not None
+        target = self._window(like, side, crop, flipped, alone)
+        return (target, *(self._control(control, own, target, side, flipped, alone) for control in controls))
 
-    def _window(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
+    def _window(self, own: Sides, side: int, crop: int, flipped: bool, alone: bool) -> Window:
         bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
         if bucket is None and self.condition_images.sets_target:
             return self.condition_images.window(*own, side**2 or None, flipped)
         if bucket is None:
             frame = self._scaled(own, side)
             size = floor_size(*frame)
+            if alone:
+                return self.condition_images.alone(*frame, None, flipped)
             # The target is cropped like a control, or the edit would be learned with a slight zoom.
             return Window.center(frame, size, flipped) if self.condition_images.crops else Window.whole(size, flipped)
         frame = _covering(own, bucket)
@@ -132,7 +135,7 @@ class Framing:
         size = self.condition_images.size(*bucket, side**2 or None) if self.condition_images.sets_target else bucket
         return Window(frame, box, size, flipped)
 
-    def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
+    def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool, alone: bool) -> Window:
         images = self.condition_images
         if images.sets_target:
             return target if self._sets_grid(own, target_own) else images.window(*own, side**2 or None, flipped)
@@ -141,7 +144,8 @@ class Framing:
         else:  # a smaller control keeps its size, as in prediction; sides a few pixels apart could round to 16 apart
             frames = self._scaled(own, side), self._scaled(target_own, side)
             shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
-        return images.narrowed(target if shares else self._window(own, side, 0, flipped))
+        window = target if shares else self._window(own, side, 0, flipped, alone)
+        return window if alone else images.narrowed(window)
 
     def _sets_grid(self, own: Sides, target_own: Sides) -> bool:
         """Return whether a control determines the grid of its target."""

@@ -1,5 +1,6 @@
 """Windows: the part of an image that encoders see, and the sizes at which they see condition images."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.images.decoding import Sides, floor_size, image_size, open_image, shrunk, size_of_area, to_tensor
-from datamodules.images.samples import ImageFile
+from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
 SAME_PROPORTIONS = 0.02
@@ -26,7 +27,7 @@ class Window(NamedTuple):
 
     Attributes:
         frame: (width, height) to which the whole image would be resized.
-        box: part of the frame: left, top, right, bottom.
+        box: part of the frame: left, top, right, bottom; around the whole frame it is filled by reflection.
         size: (width, height) of the result; that of the box, unless encoders see another one.
         flipped: mirror it horizontally.
     """
@@ -57,7 +58,14 @@ class Window(NamedTuple):
     def cropped(self) -> float:
         """Share of the image outside the box."""
         (width, height), (whole_width, whole_height) = self.seen, self.frame
-        return 1 - width * height / (whole_width * whole_height)
+        return max(0.0, 1 - width * height / (whole_width * whole_height))
+
+    @property
+    def inside(self) -> tuple[int, int, int, int]:
+        """Part of an unscaled box that is no reflection: left, top, right, bottom."""
+        left, top, right, bottom = self.box
+        width, height = self.frame
+        return max(0, -left), max(0, -top), min(right, width) - left, min(bottom, height) - top
 
     def of(self, image: Image.Image, size: Sides | None = None, mask: bool = False) -> Image.Image:
         """Return this part of an image of any size.
@@ -70,7 +78,12 @@ class Window(NamedTuple):
         left, top, right, bottom = self.box
         box = (left * across, top * down, right * across, bottom * down)
         size = size or self.size
-        if mask or self.cropped:
+        if self.inside != (0, 0, *self.seen):
+            pixels = np.asarray(Window.whole(self.frame).of(image, mask=mask))
+            around = (-top, bottom - self.frame[1]), (-left, right - self.frame[0]), (0, 0)
+            short = min(self.frame) <= SIDE_MULTIPLE
+            image = Image.fromarray(np.pad(pixels, around[: pixels.ndim], mode="symmetric" if short else "reflect"))
+        elif mask or self.cropped:
             image = image.resize(size, Image.Resampling.BILINEAR if mask else Image.Resampling.LANCZOS, box=box)
         else:
             image = resize(image, size)
@@ -100,6 +113,7 @@ class ConditionImages:
         condition_image_size: the same for the text encoder; None if it sees no images.
         most_area: largest area that the autoencoder sees; larger images are shrunk to it, their sides rounded down.
         crops: floor its own size by cropping the edges, instead of resizing.
+        whole_area: a single one is kept whole up to this area: its sides are rounded up by reflection.
         alpha: the model sees and makes the alpha channel of images; else transparent parts are white.
     """
 
@@ -109,6 +123,7 @@ class ConditionImages:
     condition_image_size: int | None = None
     most_area: int | None = None
     crops: bool = False
+    whole_area: int | None = None
     alpha: bool = False
 
     @property
@@ -156,6 +171,22 @@ class ConditionImages:
         if not self.crops:
             return Window.whole(size, flipped)
         return Window.center(self._bounded(width, height, max_area), size, flipped)
+
+    def alone(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
+        """Return the window of a single condition image, or of a target with one; arguments as of `size`."""
+        if self.whole_area is None:
+            return self.window(width, height, max_area, flipped)
+        own = (width, height) if max_area is None else shrunk(width, height, max_area)
+        side = math.sqrt(self.whole_area)
+        scale = min(1.0, side / math.sqrt(math.prod(own)), 2 * side / max(own))
+        while True:  # as FLUX.3's pipeline
+            frame = max(1, round(own[0] * scale)), max(1, round(own[1] * scale))
+            width, height = (max(64, -(-whole // SIDE_MULTIPLE) * SIDE_MULTIPLE) for whole in frame)
+            if width * height <= self.whole_area:
+                break
+            scale *= 0.995
+        left, top = (width - frame[0]) // 2, (height - frame[1]) // 2
+        return Window(frame, (-left, -top, width - left, height - top), (width, height), flipped)
 
     def narrowed(self, window: Window) -> Window:
         """Return the part of a window that the autoencoder sees."""

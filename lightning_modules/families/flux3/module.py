@@ -70,7 +70,7 @@ class Flux3Klein(Flux2Latents):
     }
     # As its pipeline's blocks.
     default_components: ClassVar = {"scheduler": ("FlowMatchEulerDiscreteScheduler", {"shift": 6.93})}
-    condition_images = ConditionImages(most=10, most_area=1024 * 1024, crops=True)
+    condition_images = ConditionImages(most=10, most_area=1024**2, crops=True, whole_area=2048**2)
     # All linear layers of the blocks.
     layers = Layers(NATIVE_NAMES, tuple(LAYERS.values()))
     sampling_rules = SamplingRules("guidance_scale")

@@ -27,7 +27,7 @@ CASES = {
     "flux2_klein_4b, two images": ("flux2_klein_4b", [(96, 75), (64, 112)]),
     "flux2_dev, two images": ("flux2_dev", [(96, 75), (64, 112)]),
     "flux3_klein": ("flux3_klein", []),
-    "flux3_klein, one image": ("flux3_klein", [(96, 64)]),
+    "flux3_klein, one image": ("flux3_klein", [(96, 75)]),
     "flux3_klein, two images": ("flux3_klein", [(96, 75), (64, 112)]),
     "z_image": ("z_image", []),
     "krea2": ("krea2", []),
