@@ -64,6 +64,4 @@ def require_matches(setting: str, patterns: Mapping[str, float], names: Collecti
 
 def ending(name: str) -> str:
     """Return the part of a layer's name that repeats from block to block, `attn.to_q` of `blocks.0.attn.to_q`."""
-    parts = name.split(".")
-    blocks = [i for i, part in enumerate(parts) if part.isdigit() and i < 2]
-    return ".".join(parts[blocks[0] + 1 :] if blocks else parts)
+    return re.sub(r"^[a-z_.]+?\.\d+\.", "", name)

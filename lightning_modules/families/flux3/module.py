@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from datamodules.batch import Geometry
 from datamodules.images.windows import ConditionImages
 from lightning_modules.families.flux2.module import Flux2Latents
 from lightning_modules.families.flux3.denoise import flux3_velocity
@@ -71,6 +72,7 @@ class Flux3Klein(Flux2Latents):
     # As its pipeline's blocks.
     default_components: ClassVar = {"scheduler": ("FlowMatchEulerDiscreteScheduler", {"shift": 6.93})}
     condition_images = ConditionImages(most=10, most_area=1024**2, crops=True, whole_area=2048**2)
+    geometry = Geometry(equal_text=True)
     # All linear layers of the blocks.
     layers = Layers(NATIVE_NAMES, tuple(LAYERS.values()))
     sampling_rules = SamplingRules("guidance_scale")
