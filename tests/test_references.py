@@ -15,6 +15,8 @@ from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes
 from tests.support.objectives import losses
 from tests.support.pictures import make_pairs, photograph, pixels, records
+from tests.support.same_runs import SMOOTH_ADAM, assert_close, assert_close_losses
+from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_pipelines import MODELS
 
 MODELS_WITHOUT = first(1, ["flux_kontext", "flux2_klein_4b", "flux3_klein"])
@@ -194,3 +196,21 @@ def test_equal_text_lengths_need_a_cache(repositories, kinds, tmp_path):
     pictures.equal_text = True
     with pytest.raises(UserError, match=r"data\.batch_size=2: .* needs prompts of one length in a batch"):
         pictures.scan()
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_a_mixed_set_like_one(run, in_two_processes, repositories, kinds, tmp_path):
+    """FLUX.3 has blocks for references only: their parameters have a gradient in every step."""
+
+    def overrides(way, *more):
+        shown = ["trainer.max_steps=6", "callbacks.sample_images=null", "save_every=0", "logger=none"]
+        steps = [f"output_dir={tmp_path / way}", "trainer.accelerator=cpu", "adapter.rank=4", "scheduler=constant"]
+        dropped = ["data.reference_dropout=0.4", "data.caption_dropout_rate=0.3", SMOOTH_ADAM]
+        return settings(repositories, "flux3_klein", kinds, tmp_path, *shown, *steps, *dropped, *more)
+
+    run("train", *overrides("one", "data.batch_size=2"))
+    status, text = in_two_processes([overrides("ddp", *DDP), overrides("fsdp", *FSDP)])
+    assert status == 0, text
+    for way in ("ddp", "fsdp"):
+        assert_close(tmp_path / "one", tmp_path / way)
+        assert_close_losses(tmp_path / "one", tmp_path / way)

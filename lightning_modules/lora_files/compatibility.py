@@ -95,8 +95,8 @@ def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Re
         return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
     if kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, "ignores lora_magnitude_vector, half of the DoRA; use format=comfyui")
-    saved = tuple(layer for group in names.saved.values() for layer in group)
-    ignored = [layer for layer in layers if not layer.startswith(saved or COMFYUI_LAYERS)]
+    saved = tuple(layer for group in names.saved.values() for layer in group if kind != "LoKr")
+    ignored = [layer for layer in layers if not layer.startswith(saved if names.saved else COMFYUI_LAYERS)]
     if ignored and names.readers in ("flux", "flux2", "flux3", "longcat") and not FORMATS[format].native:
         which = f"{len(ignored)} of {len(layers)} layers under these names ({listing(ignored)})"
         return Reader("ComfyUI", False, f"ignores {which}; use format=comfyui")

@@ -48,7 +48,8 @@ class NativeNames(NamedTuple):
         read_only: further names that files contain, and that are never written.
         swapped: layers of diffusers whose native counterparts have the two halves of the outputs in reverse order.
         readers: which programs know these names, a key of the tables in compatibility.py.
-        saved: native names in the files of runs as well, if ComfyUI reads no others and diffusers converts these.
+        saved: native names in the files of runs as well, if ComfyUI reads no others and diffusers converts these; it
+            reads a LoKr by its own names only.
     """
 
     layers: Mapping[str, tuple[str, ...]] = {}

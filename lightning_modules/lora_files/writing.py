@@ -137,15 +137,15 @@ def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = 
     how = FORMATS[format]
     if format == "onetrainer" and names is not None and names.readers in ("", "z_image"):
         how = how._replace(prefix="transformer.", flat=False)  # its names are flat only for FLUX
-    native = names.native if how.native and names is not None else {}
-    if format == "diffusers" and names is not None and names.saved:
-        how, native = how._replace(prefix=FORMATS["comfyui"].prefix), names.saved
     if (kind := common_kind(deltas.values())) not in how.kinds:
         others = [f"format={name}" for name, one in FORMATS.items() if kind in one.kinds]
         raise UserError(f"format={format}: a {kind} cannot be written in it. Choose {' or '.join(others)}")
     if found := [f"{name}: {delta.unwritable}" for name, delta in deltas.items() if delta.unwritable]:
         raise UserError(f"{found[0]}: no other file can hold it. rank=N writes the closest LoRA")
     rank = max((delta.divisor or 1 for delta in deltas.values()), default=1)
+    native = names.native if how.native and names is not None else {}
+    if format == "diffusers" and names is not None and names.saved and kind != "LoKr":
+        how, native = how._replace(prefix=FORMATS["comfyui"].prefix), names.saved
     named, apart = (deltas, {}) if names is None else _as_native(deltas, names, native)
     if apart and how.fallback is None:
         raise UserError(f"format={format}: {next(iter(apart.values()))}. Choose format=comfyui or format=diffusers")

@@ -4,6 +4,7 @@ import torch
 
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux2.module import Flux2Klein
+from lightning_modules.families.flux3.module import Flux3Klein
 from lightning_modules.families.krea2.module import Krea2
 from lightning_modules.families.longcat_image.module import LongCatImageEdit
 from lightning_modules.families.qwen_image.module import QwenImageEdit
@@ -14,6 +15,7 @@ from lightning_modules.lora_files.names import LayerNames
 FAMILIES = {
     "flux_kontext": FluxKontext,
     "flux2_klein_4b": Flux2Klein,
+    "flux3_klein": Flux3Klein,
     "qwen_image_edit": QwenImageEdit,
     "z_image": ZImage,
     "krea2": Krea2,

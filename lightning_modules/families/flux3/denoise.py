@@ -45,7 +45,8 @@ def flux3_velocity(
 def unused_references(transformer: Any) -> Tensor | float:
     """Return a zero that depends on the parameters for references, so that each has a gradient in every step.
 
-    Else DDP would wait for them. FSDP does not, and its parameters are gathered only where they compute.
+    Else DDP would wait for them, and an optimizer would leave them out; FSDP has gathered none of them.
     """
     trained = [one for name, one in transformer.named_parameters() if "image_cond" in name and one.requires_grad]
-    return sum((0.0 * one.sum() for one in trained if not isinstance(one, DTensor)), 0.0)
+    local = (one.to_local() if isinstance(one, DTensor) else one for one in trained)
+    return sum((0.0 * one.sum() for one in local), 0.0)

@@ -3,12 +3,16 @@
 import itertools
 
 import torch
-from diffusers import Flux2Transformer2DModel, Krea2Transformer2DModel
+from diffusers import Flux2Transformer2DModel, Flux3Transformer2DModel, Krea2Transformer2DModel
 from diffusers.loaders import lora_conversion_utils
-from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+from diffusers.loaders.single_file_utils import (
+    convert_flux2_transformer_checkpoint_to_diffusers,
+    convert_flux3_transformer_checkpoint_to_diffusers,
+)
 
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux2.module import NATIVE_NAMES as FLUX2_NAMES
+from lightning_modules.families.flux3.module import NATIVE_NAMES as FLUX3_NAMES
 from lightning_modules.families.krea2.module import NATIVE_NAMES as KREA2_NAMES
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import swap_halves
@@ -73,6 +77,29 @@ def test_native_names_of_flux2_are_those_of_diffusers_converters():
         assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
         if layer != "norm_out.linear":
             assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
+
+
+def test_native_names_of_flux3_are_those_of_diffusers_converters():
+    """The converter of LoRA files knows the blocks only, whose layers runs save by these names."""
+    sizes = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16, "cond_in_channels": 16}
+    with torch.device("meta"):
+        transformer = Flux3Transformer2DModel(**sizes, **heads)
+    names = LayerNames(transformer, FLUX3_NAMES)
+    state, expected = named_natively(names)
+    assert expected.keys() == names.shapes.keys()
+    whole = {f"{key.removesuffix('.lora_B.weight')}.weight": up for key, up in state.items() if ".lora_B" in key}
+    weights = convert_flux3_transformer_checkpoint_to_diffusers(whole)
+    for layer, (_, up) in expected.items():
+        assert torch.equal(weights[f"{layer}.weight"], up), layer
+    saved, of_blocks = named_natively(names, names.saved)
+    files = {f"diffusion_model.{key}": tensor for key, tensor in saved.items()}
+    converted = lora_conversion_utils._convert_non_diffusers_flux3_lora_to_diffusers(files)
+    assert of_blocks.keys() == {layer for layer in names.shapes if "blocks." in layer}
+    for layer, (down, up) in of_blocks.items():
+        assert torch.equal(converted.pop(f"transformer.{layer}.lora_A.weight"), down), layer
+        assert torch.equal(converted.pop(f"transformer.{layer}.lora_B.weight"), up), layer
+    assert not converted
 
 
 def test_native_names_of_z_image_are_those_of_diffusers_converter():
