@@ -33,6 +33,7 @@ MEMORY = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
 PROGRAMS = ("ComfyUI", "diffusers")
 PRECISIONS = {"bf16": "null", "fp8": "fp8", "fp4 or nf4": "nf4"}
+KREA_LICENCE = "[Krea 2 Community](https://www.krea.ai/krea-2-licensing), gated: below a million dollars of revenue"
 FLUX_LICENCE = "[FLUX non-commercial](https://huggingface.co/{}/blob/main/LICENSE.md), gated"
 
 
@@ -61,9 +62,11 @@ MODELS = {
     "qwen_image_edit": Facts("Apache 2.0", "no"),
     "qwen_image_edit_plus": Facts("Apache 2.0", "no"),
     "longcat_image_edit": Facts("Apache 2.0", "no"),
+    "krea2_edit": Facts(KREA_LICENCE, "no"),
     "flux_dev": Facts(FLUX_LICENCE, "guidance"),
     "qwen_image": Facts("Apache 2.0", "no"),
     "z_image": Facts("Apache 2.0", "no"),
+    "krea2": Facts(KREA_LICENCE, "no"),
 }
 TOP = """# Models
 
@@ -83,6 +86,39 @@ before training and are then released. These figures were not measured on a GPU.
 |---|---|---|---|---|---|
 """
 MIDDLE = """
+## Other checkpoints
+
+A model trains and samples any checkpoint of its pipeline: a fine-tuned one, a merge, a folder.
+
+```
+python train.py model=qwen_image_edit_plus data.root=my_pairs \\
+    model.pretrained_model_name_or_path=FireRedTeam/FireRed-Image-Edit-1.1
+python train.py model=flux_kontext data.root=my_pairs model.transformer_name_or_path=FOLDER    # only its transformer
+```
+
+- `qwen_image_edit_plus`: [FireRed-Image-Edit](https://huggingface.co/FireRedTeam/FireRed-Image-Edit-1.1) 1.0 and 1.1
+  (Apache 2.0, of the architecture of 2509), Qwen-Image-Edit-2509, and models fine-tuned from these
+- `flux2_klein_4b`, `flux2_klein_9b`: fine-tuned models. Train on the base and sample with the distilled ones. Of 9B KV
+  only the weights are used: in its own pipeline references do not see the target
+- `z_image`: fine-tuned models; `experiment=z_image_turbo` for Z-Image-Turbo
+- `qwen_image`, `qwen_image_edit`: Qwen-Image-2512, fine-tuned models. Merges with Lightning LoRAs are
+  [distilled bases](training.md#distilled-bases)
+
+A repository of another model's pipeline is refused, and the right `model=` named. One of an unknown pipeline with the
+same components and transformer class is used with a note.
+
+## Krea 2 with references
+
+Krea 2 was trained without references. A LoRA teaches it to use them, by one of two schemes of its users; it works in
+this scheme only, and `predict.py` reads it from the file. diffusers has no pipeline for either.
+
+- `model.edit_scheme=after`, the default, is ai-toolkit's. References are clean, as at t = 0, at their own size of up to
+  a megapixel. The text encoder reads "Picture 1:" and sees the image at 384x384. In ComfyUI:
+  [Ostris' nodes](https://github.com/ostris/ComfyUI-Krea2-Ostris-Edit).
+- `model.edit_scheme=before` is that of [Identity Edit](https://huggingface.co/conradlocke/krea2-identity-edit), which
+  samples with `model.condition_image_size=589824`. References are modulated at the target's t and fit into it. In
+  ComfyUI: [lbouaraba's nodes](https://github.com/lbouaraba/comfyui-krea2edit).
+
 ## Defaults
 
 Each default is in `conf/model/NAME.yaml` with its source. Override any of them: `optimizer.lr`, `adapter.rank`,

@@ -32,6 +32,8 @@ MOST = 4
 COMFYUI_NOTES = {
     "FluxKontextPipeline": "With two or more condition images add the node FluxKontextMultiReferenceLatentMethod, set "
     'to "index": without it their positions differ from training.',
+    "Krea2Pipeline": "With references it needs the nodes of its edit_scheme: ComfyUI-Krea2-Ostris-Edit for after, "
+    "comfyui-krea2edit for before.",
     "QwenImageEditPlusPipeline": "For Qwen-Image-Edit-2511, ComfyUI must be newer than 0.3.64.",
 }
 
@@ -74,6 +76,7 @@ class ModelCard(L.Callback):
             shown, strips = self._write_images(folder, step)
         measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
+        settings |= {name: str(value) for name, value in module.encoding_settings().items()}
         edits, captions = data.noun != "images", data.captions().most_common()
         caption = one_line(captions[0][0]) if captions else ""
         render(

@@ -189,10 +189,12 @@ class EditsDataModule(PromptData):
         # By the size of the file, as of the result: the decoded image may already be reduced.
         window_of = self.condition_images.alone if len(paths) == 1 else self.condition_images.window
         windows = [window_of(*image_size(path), self.max_area) for path in paths]
-        controls, prompt_images = self.condition_images.load(paths, windows)
         # On another grid the control would be seen with a zoom.
         own = windows[0].size if paths else (self.resolution, self.resolution)
         size = self.width or own[0], self.height or own[1]
+        if self.condition_images.fits_target:
+            windows = [self.condition_images.fitted(image_size(path), size) for path in paths]
+        controls, prompt_images = self.condition_images.load(paths, windows)
         images = [printable(str(path)) for path in paths]
         return EditRequest(
             RawBatch(keys, [0] * len(keys), prompts, None, controls, prompt_images=[prompt_images] * len(keys)),

@@ -159,7 +159,7 @@ def text_pipeline(name: str, parts: Parts, components: Sequence[str], settings: 
     used = dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | {one: parts[one] for one in components}
     if used["text_encoder"] is not None:
         used["text_encoder"] = used["text_encoder"].base_model
-    return stock_pipeline(name)(**used, **(settings or {}))
+    return stock_pipeline(name)(**used)
 
 
 def chat_tokens(tokenizer: Any, prompts: list[str], thinking: bool) -> list[int]:

@@ -137,6 +137,8 @@ class Framing:
 
     def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool, alone: bool) -> Window:
         images = self.condition_images
+        if images.fits_target:
+            return target if _same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
         if images.sets_target:
             return target if self._sets_grid(own, target_own) else images.window(*own, side**2 or None, flipped)
         if side and self.buckets != "exact":

@@ -143,8 +143,8 @@ class SampleSet:
         if most == 0 and (some := [one.key for one in found.samples if one.controls]):
             raise UserError(
                 f"{self.model} makes images from text only, but {listing(some)} {data} have condition images: choose a "
-                "model that edits (model=flux_kontext, flux2_klein_4b, qwen_image_edit), or train on the targets only, "
-                "with data=captions and their folder as data.root"
+                "model that edits (model=flux_kontext, flux2_klein_4b, qwen_image_edit, krea2_edit), or train on the "
+                "targets only, with data=captions and their folder as data.root"
             )
         bare = [one.key for one in found.samples if not one.controls] if least else []
         if bare and len(bare) == len(found.samples):

@@ -15,6 +15,8 @@ from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
 SAME_PROPORTIONS = 0.02
+# The same for an image that is fitted into its target: it is cropped rather than smaller than that.
+FITS_EXACTLY = 0.08
 
 
 def resize(image: Image.Image, size: Sides) -> Image.Image:
@@ -114,6 +116,7 @@ class ConditionImages:
         most_area: largest area that the autoencoder sees; larger images are shrunk to it, their sides rounded down.
         crops: floor its own size by cropping the edges, instead of resizing.
         whole_area: a single one is kept whole up to this area: its sides are rounded up by reflection.
+        fits_target: instead of its own size, each has the scale of the target and fits into it.
         alpha: the model sees and makes the alpha channel of images; else transparent parts are white.
     """
 
@@ -124,6 +127,7 @@ class ConditionImages:
     most_area: int | None = None
     crops: bool = False
     whole_area: int | None = None
+    fits_target: bool = False
     alpha: bool = False
 
     @property
@@ -187,6 +191,13 @@ class ConditionImages:
             scale *= 0.995
         left, top = (width - frame[0]) // 2, (height - frame[1]) // 2
         return Window(frame, (-left, -top, width - left, height - top), (width, height), flipped)
+
+    def fitted(self, own: Sides, target: Sides, flipped: bool = False) -> Window:
+        """Return the part of an image that fits into a target, or covers it if their proportions are close."""
+        shares = [side / whole for side, whole in zip(target, own, strict=True)]
+        covers = min(shares) >= (1 - FITS_EXACTLY) * max(shares)
+        width, height = (max(SIDE_MULTIPLE, round(side * (max if covers else min)(shares))) for side in own)
+        return Window.center((width, height), target if covers else floor_size(width, height), flipped)
 
     def narrowed(self, window: Window) -> Window:
         """Return the part of a window that the autoencoder sees."""

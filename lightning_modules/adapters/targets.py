@@ -15,8 +15,9 @@ def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequ
 
     Args:
         layers: of the family.
-        target_modules: endings of layer names, a regular expression for the whole name, or `all-linear` (every linear
-            layer except the family's `Layers.output` and `flattened`); None for the family's, except `flattened`.
+        target_modules: endings of layer names (without `Layers.flattened` if there are others), a regular expression
+            for the whole name, or `all-linear` (every linear layer except the family's `Layers.output` and
+            `flattened`); None for the family's endings.
     """
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     if target_modules == "all-linear":
@@ -40,8 +41,8 @@ def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequ
                 f"adapter.target_modules: {one if isinstance(one, str) else one[0]} matches no linear layer of "
                 f"{type(transformer).__name__}. Its layers end with {', '.join(endings)}."
             )
-        targets.update(found)
-    return _without([name for name in linear if name in targets], layers.flattened if target_modules is None else ())
+        targets.update(found if isinstance(one, str) else _without(found, layers.flattened) or found)
+    return [name for name in linear if name in targets]
 
 
 def _without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

@@ -70,9 +70,10 @@ def step_flops(execution: Execution, transformer: Any, batch: LatentBatch, passe
     """
     assert batch.target_mean is not None
     target, *controls = (latent.float() for latent in (batch.target_mean, *batch.controls))
+    prompt = {name: tensor.float() for name, tensor in batch.prompt.items()}
     t = torch.empty(len(target), device="meta")
     with all_components(execution, len(target), "meta"), FlopCounterMode(display=False) as counter:
-        velocity = execution.family.velocity(transformer, target, t, controls, batch.prompt)
+        velocity = execution.family.velocity(transformer, target, t, controls, prompt)
         forward = counter.get_total_flops()
         velocity.sum().backward()
     return passes.training * counter.get_total_flops() + passes.forward * forward

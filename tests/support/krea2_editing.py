@@ -30,22 +30,28 @@ class EditingKrea2(Krea2Pipeline):
         pipeline.transformer.forward = pipeline.forward  # T-LoRA's schedule is attached to it
         return pipeline
 
-    def seen(self, image: Image.Image) -> Image.Image:
-        """Return an image as the autoencoder sees it."""
+    def seen(self, image: Image.Image, sides: tuple[int, int]) -> Image.Image:
+        """Return an image as the autoencoder sees it, next to a target of these (rows, columns) of tokens."""
         if self.edit_scheme == "before":
-            return image.resize(size_of_area(*image.size, AREA), Image.Resampling.LANCZOS)
+            scale = min(16 * side / own for side, own in zip(sides, (image.height, image.width), strict=True))
+            width, height = (int(side * scale) // 16 * 16 for side in image.size)
+            left, top = (image.width - width / scale) / 2, (image.height - height / scale) / 2
+            box = (left, top, left + width / scale, top + height / scale)
+            return image.resize((width, height), Image.Resampling.LANCZOS, box=box)
         scale = min(1.0, math.sqrt(AREA / (image.width * image.height)))
         sides = (int(side * scale) // 16 * 16 for side in image.size)
         return image.resize(tuple(sides), Image.Resampling.LANCZOS)
 
-    def latents_of(self, image: Image.Image) -> Tensor:
+    def latents_of(self, image: Image.Image, sides: tuple[int, int]) -> Tensor:
         """Return normalized latents (1, C, 1, h, w)."""
-        latent = self.vae.encode(to_tensor(self.seen(image))[None, :, None].to(self.vae.dtype)).latent_dist.mode()
-        mean, std = (
-            torch.tensor(self.vae.config[name]).view(1, -1, 1, 1, 1).to(self.vae.dtype)
-            for name in ("latents_mean", "latents_std")
-        )
-        return (latent - mean) / std
+        pixels = to_tensor(self.seen(image, sides))[None, :, None].to(self.vae.dtype)
+        mean, std = self.statistics()
+        return (self.vae.encode(pixels).latent_dist.mode() - mean) / std
+
+    def statistics(self) -> list[Tensor]:
+        """Return mean and standard deviation of each channel of a latent."""
+        both = (self.vae.config[name] for name in ("latents_mean", "latents_std"))
+        return [torch.tensor(one).view(1, -1, 1, 1, 1).to(self.vae.dtype) for one in both]
 
     def text(self, prompt: str, images: list[Image.Image]) -> Tensor:
         """Return the language model's states (1, L, layers, D), with a slot of tokens for each image."""
@@ -82,7 +88,7 @@ class EditingKrea2(Krea2Pipeline):
         text = model.txt_in(model.text_fusion(self.text(prompt, images)))
         parts, places = [model.img_in(x_t)], [grid_places(0, *sides)]
         for index, image in enumerate(images, 1):
-            latent = self.latents_of(image)
+            latent = self.latents_of(image, sides)
             height, width = (side // 2 for side in latent.shape[-2:])
             tokens = self._pack_latents(latent, 1, latent.shape[1], 2 * height, 2 * width)
             down, right = max(0, (sides[0] - height) / 2), max(0, (sides[1] - width) / 2)
@@ -132,11 +138,8 @@ class EditingKrea2(Krea2Pipeline):
                 v = v + guidance_scale * (v - away)
             x = self.scheduler.step(v, now, x).prev_sample
         latents = self._unpack_latents(x, height, width)
-        mean, std = (
-            torch.tensor(self.vae.config[name]).view(1, -1, 1, 1, 1).to(self.vae.dtype)
-            for name in ("latents_mean", "latents_std")
-        )
-        pixels = self.vae.decode(latents * std + mean).sample[:, :, 0]
+        mean, std = self.statistics()
+        pixels = self.vae.decode(latents / (1 / std) + mean).sample[:, :, 0]
         return SimpleNamespace(images=self.image_processor.postprocess(pixels, output_type=more["output_type"]))
 
 

@@ -367,8 +367,9 @@ def raw_sample(module, images: Images, folder, index=0, target=(48, 32)) -> RawB
     for place, image in enumerate(images):
         paths.append(folder / f"{index}-{place}.png")
         image.save(paths[-1])
-    window_of = module.condition_images.alone if len(images) == 1 else module.condition_images.window
-    windows = [window_of(*image.size) for image in images]
+    rules = module.condition_images
+    window_of = rules.alone if len(images) == 1 else rules.window
+    windows = [rules.fitted(one.size, target) if rules.fits_target else window_of(*one.size) for one in images]
     controls, seen = module.condition_images.load(paths, windows)
     pixels = to_tensor(photograph(("coffee", "retina")[index], *target))[None]
     return RawBatch([f"sample {index}"], [5 + index], [PROMPTS[index]], pixels, controls, None, [seen])

@@ -18,12 +18,12 @@ class EditScheme(NamedTuple):
     Attributes:
         label: text before each image in the prompt, with its number.
         clean: whether references are modulated as at t = 0, else at the target's t.
-        centered: whether references smaller than the target are in its center, else in its corner.
+        fitted: whether they are resized to fit into the target, and are in its center.
     """
 
     label: str
     clean: bool
-    centered: bool
+    fitted: bool
 
 
 # ai-toolkit's (krea2.py, model_kwargs.edit), and that of the Identity Edit LoRAs (lbouaraba/comfyui-krea2edit 1.2).
@@ -62,7 +62,7 @@ def references(transformer: Any, images: Sequence[Tensor], sides: Sequence[int],
     ids = []
     for index, image in enumerate(images, 1):
         down, right = (max(0, side - own) / 4 for side, own in zip(sides, image.shape[-2:], strict=True))
-        ids.append(krea2_ids(image, index, (down, right) if scheme.centered else (0, 0)))
+        ids.append(krea2_ids(image, index, (down, right) if scheme.fitted else (0, 0)))
     tokens, places = torch.cat([pack(image) for image in images], dim=1), torch.cat(ids)
     others = 0  # text tokens and the target's
 

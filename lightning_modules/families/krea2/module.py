@@ -1,7 +1,6 @@
 """Krea 2: a 12.8B single-stream MMDiT over text and image tokens, its text from twelve layers of a language model."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,26 +10,21 @@ from datamodules.errors import UserError
 from datamodules.images.decoding import size_of_area
 from datamodules.images.windows import ConditionImages
 from lightning_modules.families.krea2.denoise import SCHEMES, krea2_mu, krea2_velocity, references
-from lightning_modules.families.krea2.pipeline import LatentIdentityEdit, LatentKrea2
+from lightning_modules.families.krea2.pipeline import LatentKrea2
 from lightning_modules.families.qwen_image.module import QwenLatents
 from lightning_modules.family import ATTENTION, Layers, Parts, SamplingRules, text_pipeline
 from lightning_modules.lora_files.names import NativeNames
 
-# Lists of blocks, by their names in Krea's own code; and the layers of a block.
+# Lists of blocks and their layers, by their names in Krea's own code.
 BLOCK_LISTS = {
     "blocks": "transformer_blocks",
-    "txtfusion.layerwise_blocks": "text_fusion.layerwise_blocks",
-    "txtfusion.refiner_blocks": "text_fusion.refiner_blocks",
+    **{f"txtfusion.{name}_blocks": f"text_fusion.{name}_blocks" for name in ("layerwise", "refiner")},
 }
 BLOCK_LAYERS = {
-    "attn.wq": "attn.to_q",
-    "attn.wk": "attn.to_k",
-    "attn.wv": "attn.to_v",
+    **{f"attn.w{name}": f"attn.to_{name}" for name in "qkv"},
     "attn.gate": "attn.to_gate",
     "attn.wo": "attn.to_out.0",
-    "mlp.gate": "ff.gate",
-    "mlp.up": "ff.up",
-    "mlp.down": "ff.down",
+    **{f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")},
 }
 NATIVE_NAMES = NativeNames(
     layers={
@@ -78,9 +72,9 @@ class Krea2(QwenLatents):
 
         Padding has no position and is masked, so that the others are as with it; 512 tokens would be 31 MB.
         """
-        layers = self.base.index.get("text_encoder_select_layers")
-        more = {"text_encoder_select_layers": layers}
-        pipeline = text_pipeline(self.pipeline_name, parts, self.text_components, more)
+        pipeline = text_pipeline(self.pipeline_name, parts, self.text_components)
+        if layers := self.base.index.get("text_encoder_select_layers"):
+            vars(pipeline)["text_encoder_select_layers"] = layers  # its own setter is for components only
         embeds = self._states(pipeline, prompt, images, parts.device("text_encoder")).to(parts.dtype)
         return {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
 
@@ -128,12 +122,13 @@ class Krea2Edit(Krea2):
         super().__init__(**settings)
         if edit_scheme not in SCHEMES:
             raise UserError(f"model.edit_scheme={edit_scheme}: choose {' or '.join(SCHEMES)}")
-        self.edit_scheme = edit_scheme
-        area = self.geometry.resolution**2
-        self.condition_images = ConditionImages(condition_image_size=condition_image_size, most_area=area)
-        if edit_scheme == "before":  # references have the target's grid
-            self.condition_images = replace(self.condition_images, most_area=None, vae_image_size=area)
-            self.latent_pipeline = LatentIdentityEdit
+        self.edit_scheme, scheme = edit_scheme, SCHEMES[edit_scheme]
+        self.condition_images = ConditionImages(
+            condition_image_size=condition_image_size,
+            most_area=self.geometry.resolution**2,
+            fits_target=scheme.fitted,
+        )
+        self.latent_pipeline = type(LatentKrea2.__name__, (LatentKrea2,), {"scheme": scheme})
 
     def encoding_settings(self) -> dict[str, Any]:
         size = {"condition_image_size": self.condition_images.condition_image_size}

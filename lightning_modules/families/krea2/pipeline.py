@@ -26,12 +26,6 @@ class LatentKrea2(LatentPipeline):
             return super().edit(controls, size, **arguments)
 
 
-class LatentIdentityEdit(LatentKrea2):
-    """Mixin for the scheme of the Identity Edit LoRAs."""
-
-    scheme = SCHEMES["before"]
-
-
 def _padded(tensor: Tensor, length: int) -> Tensor:
     """(B, L, ...) -> (B, length, ...), with zeros at the end."""
     return torch.cat([tensor, tensor.new_zeros(len(tensor), length - tensor.shape[1], *tensor.shape[2:])], dim=1)

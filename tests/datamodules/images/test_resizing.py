@@ -139,13 +139,37 @@ def test_references_that_have_a_largest_area_agree_with_their_targets_in_every_b
     assert all(images.size(*one) == one for one in bucket_table(side**2, 16, images))
 
 
+# An image, a target, the size of the whole image in it, and of the part that is seen: Krea 2's Identity Edit nodes.
+FITTED = [
+    ((800, 600), (1024, 768), (1024, 768), (1024, 768)),
+    ((1000, 710), (1024, 768), (1082, 768), (1024, 768)),  # cropped, as little is lost
+    ((600, 800), (1024, 768), (576, 768), (576, 768)),
+    ((2000, 510), (1024, 768), (1024, 261), (1024, 256)),
+    ((3000, 20), (64, 64), (64, 16), (64, 16)),
+]
+
+
+@pytest.mark.parametrize(("own", "target", "frame", "seen"), FITTED)
+def test_references_fit_into_the_target_in_training_and_prediction(own, target, frame, seen, tmp_path):
+    images = ConditionImages(most_area=MEGAPIXEL, fits_target=True)
+    window = images.fitted(own, target)
+    assert (window.frame, window.size, window.seen) == (frame, seen, seen)
+    [view] = views(framing("exact", condition_images=images), target, own)
+    assert view.windows[1].size == seen
+    Image.new("RGB", own).save(tmp_path / "photo.png")
+    edits = EditsDataModule(str(tmp_path / "photo.png"), "x", None, None, [0], [1.0], *target[::-1], MEGAPIXEL, 1)
+    edits.condition_images = images
+    assert edits.request(edits.edits[0]).raw.controls[0].shape == (1, 3, *seen[::-1])
+
+
 EDITING = ("flux_kontext", "flux2_klein_4b", "qwen_image_edit", "qwen_image_edit_plus", "longcat_image_edit")
+KREA2 = ("krea2_edit", "krea2_edit model.edit_scheme=before")
 
 
-@pytest.mark.parametrize("model", EDITING)
+@pytest.mark.parametrize("model", [*EDITING, *KREA2])
 def test_no_family_learns_or_sees_a_zoom(model, tmp_path):
     """The target and the control show the same view, on the same grid of latent pixels, in training and prediction."""
-    with without_network(compose("train", f"model={model}").model) as module:
+    with without_network(compose("train", *f"model={model}".split()).model) as module:
         images, multiple = module.condition_images, module.geometry.side_multiple
     photographs = (3000, 2000), (600, 800), (1231, 917)
     for own, buckets, side in itertools.product(photographs, ("exact", "aspect"), (512, 1024)):
