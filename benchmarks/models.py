@@ -61,6 +61,9 @@ MODELS = {
     ),
     "qwen_image_edit": Facts("Apache 2.0", "no"),
     "qwen_image_edit_plus": Facts("Apache 2.0", "no"),
+    "qwen_image_2_1": Facts(
+        "[Qwen Research](https://huggingface.co/{}/blob/main/LICENSE), not for commercial use", "guidance"
+    ),
     "longcat_image_edit": Facts("Apache 2.0", "no"),
     "krea2_edit": Facts(KREA_LICENCE, "no"),
     "flux_dev": Facts(FLUX_LICENCE, "guidance"),

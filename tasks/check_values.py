@@ -132,6 +132,7 @@ _SETTINGS: dict[Number, str] = {
     Number(16, whole=True, multiple=16, also=(None,)): "height width",
     Number(256, whole=True): "max_area callbacks.sample_images.max_area captioner.max_area",
     Number(256, whole=True, also=(None,)): "model.vae_image_size model.condition_image_size",
+    Number(32, whole=True): "model.output_resolution",
     Number(1, 512, whole=True): "model.max_sequence_length",
     Number(-1, whole=True, also=("auto", list)): "trainer.devices",
     Number(-1, whole=True, also=(None,)): "trainer.max_epochs",

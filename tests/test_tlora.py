@@ -30,6 +30,8 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
     samples = list(data.pixels(slice(4)))
     for number, sample in enumerate(samples):
         sample.draws = [number]
+        if module.geometry.equal_text:
+            sample.prompts = samples[0].prompts
     ranks = []
     with torch.no_grad():
         alone = []

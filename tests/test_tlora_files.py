@@ -30,6 +30,8 @@ def test_stock_pipeline_with_the_schedule_makes_the_picture_of_predict(
     run("predict", f"lora={tmp_path / 'run'}", "prompt=make it snow", "output_dir=out", *request)
     (picture,) = (tmp_path / "out").glob("*.png")
     lora = tmp_path / "run" / "lora" / "last"
+    if model == "qwen_image_2_1":  # a cache would keep what the first step's ranks computed
+        call["use_kv_cache"] = False
     expected, full_rank = (
         stock_picture(repositories[model], lora, monkeypatch, prepare=prepare, prompt="make it snow", **call)
         for prepare in (attach_rank_schedule, None)

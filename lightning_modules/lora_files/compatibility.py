@@ -3,6 +3,7 @@
 Measured with diffusers 0.42, peft 0.21 and ComfyUI 0.33.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -25,9 +26,9 @@ IN_DIFFUSERS = ("LoRA", "DoRA", "LoKr")
 LOKR_LOADERS = ("Flux2", "ZImage")
 # By format, the models (`NativeNames.readers`; "": those without native names) whose load_lora_weights reads it.
 DIFFUSERS = {
-    "diffusers": ("flux", "flux2", "flux3", "krea2", "z_image", ""),
-    "comfyui": ("flux2", "flux3", "krea2", "z_image", ""),
-    "kohya": ("flux", "flux2", "z_image", ""),
+    "diffusers": ("flux", "flux2", "flux3", "krea2", "z_image", "qwen21", ""),
+    "comfyui": ("flux2", "flux3", "krea2", "z_image", "qwen21", ""),
+    "kohya": ("flux", "flux2", "z_image", "qwen21", ""),
     "onetrainer": ("flux",),
 }
 # The layers of FLUX and similar models that ComfyUI knows by diffusers' names.
@@ -35,6 +36,8 @@ COMFYUI_LAYERS = (
     *("transformer_blocks.", "single_transformer_blocks.", "x_embedder", "context_embedder", "time_text_embed."),
     *("norm_out.", "proj_out"),
 )
+# It joins two layers of Qwen-Image-2.1's MLPs, and finds them in files by diffusers' names with this prefix only.
+JOINED, JOINED_PREFIX = re.compile(r"\.img_mlp\.(proj|gate_layer)$"), "transformer."
 COMFYUI_DORA = "nearly: it divides by the row norms of the base's weights, not of the updated ones"
 FUSE = "task=export fuse=true writes a transformer that includes it"
 MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
@@ -95,6 +98,9 @@ def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Re
         return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
     if kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
         return Reader("ComfyUI", False, "ignores lora_magnitude_vector, half of the DoRA; use format=comfyui")
+    if names.readers == "qwen21" and FORMATS[format].prefix != JOINED_PREFIX and any(map(JOINED.search, layers)):
+        instead = FUSE if kind == "DoRA" else "use format=diffusers"
+        return Reader("ComfyUI", False, f"ignores img_mlp.proj and img_mlp.gate_layer; {instead}")
     saved = tuple(layer for group in names.saved.values() for layer in group if kind != "LoKr")
     ignored = [layer for layer in layers if not layer.startswith(saved if names.saved else COMFYUI_LAYERS)]
     if ignored and names.readers in ("flux", "flux2", "flux3", "longcat") and not FORMATS[format].native:
@@ -131,6 +137,8 @@ def _converts(format: str, names: LayerNames, layer: str) -> bool:
         return in_block
     if names.readers == "flux" and format == "onetrainer":
         return not in_block or ".attn." in layer
+    if names.readers == "qwen21" and format == "kohya":
+        return not layer.endswith("_layer") and not layer.startswith("modulation.")
     if names.readers == "flux2" and FORMATS[format].native:
         return layer != "norm_out.linear"  # it forgets to swap its halves
     if names.readers == "flux3" and FORMATS[format].native:

@@ -144,6 +144,9 @@ def assemble(
             value = read(name).to(place(name), torch.float32 if kept & set(name.split(".")) else dtype)
             _require_shape(name, value.shape, parameter.shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    for name, buffer in list(model.named_buffers()):  # computed, not stored
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.to(place(name)))
     return_freed_memory()
 
 

@@ -36,6 +36,7 @@ ON_HOST = {
     ("batch.py", "copy_to"): "pinned, for a copy that nobody waits for",
     ("patches.py", "padding_mask"): "masks of prompts stay on the host, and are asked whether they mask",
     ("denoise.py", "real_tokens"): "masks of prompts stay on the host, and are asked for lengths",
+    ("denoise.py", "joint_sequence"): "where text and images are is known on the host",
     ("offload.py", "_pack"): "activations that wait there",
 }
 # What makes tensors on the host and waits for their copies: constants of the first step, but for the last two.

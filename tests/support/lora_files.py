@@ -8,6 +8,7 @@ from lightning_modules.families.flux3.module import Flux3Klein
 from lightning_modules.families.krea2.module import Krea2
 from lightning_modules.families.longcat_image.module import LongCatImageEdit
 from lightning_modules.families.qwen_image.module import QwenImageEdit
+from lightning_modules.families.qwen_image_2_1.module import QwenImage21
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
@@ -19,6 +20,7 @@ FAMILIES = {
     "qwen_image_edit": QwenImageEdit,
     "z_image": ZImage,
     "krea2": Krea2,
+    "qwen_image_2_1": QwenImage21,
     "longcat_image_edit": LongCatImageEdit,
 }
 TARGETS = {

@@ -1,6 +1,6 @@
 """Each family's stock pipeline of diffusers, asked for its parts of the training loss and for its images."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from diffusers.modular_pipelines.flux3.before_denoise import Flux3TextRoPEInputs
 from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep, Flux3VaeEncoderStep
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
+from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_dimensions
 from PIL import Image
 from torch import Tensor
 
@@ -42,6 +43,8 @@ class Reference:
         call: arguments of the pipeline that make it do the same.
         guided: arguments that turn guidance on; `unguided` those that turn it off.
         length: tokens from which on a prompt is cut; None where only its family's own tests know.
+        prompts: of two samples of a batch, of equal length where padding is not masked.
+        size: (width, height) of a sample's target.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Reference:
     guided: Mapping[str, Any] = field(default_factory=lambda: {"true_cfg_scale": 3.0, "negative_prompt": "blurry"})
     unguided: Mapping[str, Any] = field(default_factory=lambda: {"true_cfg_scale": 1.0})
     length: int = 64
+    prompts: Sequence[str] = tuple(PROMPTS)
+    size: tuple[int, int] = (48, 32)
 
     def build(self, repository, *overrides):
         """Return the family's module; both halves of its adapter are random, alpha differs from rank."""
@@ -186,6 +191,47 @@ class Qwen(Reference):
             encoder_hidden_states_mask=mask,
             img_shapes=[[(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in latents]],
         ).sample
+
+
+class Qwen21(Qwen):
+    """Qwen-Image-2.1, which sees alpha and has one sequence, the target last."""
+
+    def stock(self, repository, monkeypatch, **how):
+        return Reference.stock(self, repository, monkeypatch, **how)
+
+    def arguments(self, images):
+        return {"image": images} if images else {}
+
+    def shift(self, stock, latents):
+        return stock_shift(stock, latents, patch=1)
+
+    def _seen(self, stock, images):
+        side = self.call["output_resolution"]
+        sizes = [calculate_dimensions(side * side, image.width / image.height)[:2] for image in images]
+        return [
+            stock.image_processor.resize(image.convert("RGBA"), width=width, height=height)
+            for image, (width, height) in zip(images, sizes, strict=True)
+        ]
+
+    def embeddings(self, stock, prompt, images):
+        embeds, _, slots = stock._get_qwen_prompt_embeds(prompt, self._seen(stock, images) or None)
+        return {"prompt_embeds": embeds[0], "image_pad_mask": slots[0]}
+
+    def control(self, stock, image):
+        return stock._encode_vae_image(stock.image_processor.preprocess(image).unsqueeze(2), None)
+
+    def velocity(self, stock, x_t, t, images, prompt):
+        seen = self._seen(stock, images)
+        embeds, _, slots = stock._get_qwen_prompt_embeds(prompt, seen or None)
+        latents = [*(self.control(stock, image) for image in seen), x_t]
+        count = x_t.shape[-1] * x_t.shape[-2]
+        return stock.transformer(
+            hidden_states=torch.cat([self.pack(stock, one) for one in latents], 1),
+            timestep=t,
+            encoder_hidden_states=embeds,
+            img_shapes=[[(1, *one.shape[-2:]) for one in latents]],
+            img_mask=torch.cat([slots, slots.new_ones(1, count // 4)], 1),
+        ).sample[:, -count:]
 
 
 class Flux2(Reference):
@@ -356,12 +402,19 @@ REFERENCES = {
             {"guidance_scale": 0.0},
             96,
         ),
+        Qwen21(
+            "qwen_image_2_1",
+            ("model.output_resolution=64",),
+            {"output_resolution": 64, "use_kv_cache": False},
+            prompts=("make it snow", "make it rain"),
+            size=(64, 32),
+        ),
         LongCat("longcat_image_edit", IMAGES, {}, GUIDED, {"guidance_scale": 1.0}, 512),
     )
 }
 
 
-def raw_sample(module, images: Images, folder, index=0, target=(48, 32)) -> RawBatch:
+def raw_sample(module, images: Images, folder, index=0, target=(48, 32), prompts=PROMPTS) -> RawBatch:
     """Return a batch of one, read from files as the data modules read them."""
     paths = []
     for place, image in enumerate(images):
@@ -371,5 +424,6 @@ def raw_sample(module, images: Images, folder, index=0, target=(48, 32)) -> RawB
     window_of = rules.alone if len(images) == 1 else rules.window
     windows = [rules.fitted(one.size, target) if rules.fits_target else window_of(*one.size) for one in images]
     controls, seen = module.condition_images.load(paths, windows)
-    pixels = to_tensor(photograph(("coffee", "retina")[index], *target))[None]
-    return RawBatch([f"sample {index}"], [5 + index], [PROMPTS[index]], pixels, controls, None, [seen])
+    picture = photograph(("coffee", "retina")[index], *target)
+    pixels = to_tensor(picture.convert("RGBA") if module.condition_images.alpha else picture)[None]
+    return RawBatch([f"sample {index}"], [5 + index], [prompts[index]], pixels, controls, None, [seen])

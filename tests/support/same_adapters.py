@@ -41,9 +41,9 @@ def assert_same_gradients(own: torch.nn.Module, stock: torch.nn.Module) -> None:
         assert len(pair) == 2 or all((gradient == 0).all() for gradient in pair), name
 
 
-def stock_shift(stock: Any, latents: torch.Tensor) -> float:
+def stock_shift(stock: Any, latents: torch.Tensor, patch: int = 2) -> float:
     """Return the timestep shift of the pipelines' own function for a target of these latents (B, C, h, w)."""
     config = stock.scheduler.config
     *_, height, width = latents.shape
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    return math.exp(calculate_shift(height * width // 4, *(config[name] for name in names)))
+    return math.exp(calculate_shift(height * width // patch**2, *(config[name] for name in names)))

@@ -56,6 +56,7 @@ from tests.support.tiny_parts import (
     build_tokenizer,
     qwen_vl_settings,
 )
+from tests.support.tiny_qwen_2_1 import build_qwen_2_1
 
 
 def build_vae(channels: int = 8) -> AutoencoderKL:
@@ -330,6 +331,13 @@ MODELS = {
         settings=(f"model.vae_image_size={AREA}",),
         guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
         sized=False,
+    ),
+    "qwen_image_2_1": Tiny(
+        build_qwen_2_1,
+        settings=("model.output_resolution=64",),
+        controls=((64, 32), (32, 48)),
+        call={"output_resolution": 64},
+        takes_list=True,
     ),
 }
 

@@ -28,6 +28,7 @@ PARAMETERS = {
     "qwen_image": 20_430_401_088,
     "qwen_image_edit": 20_430_401_088,
     "qwen_image_edit_plus": 20_430_401_088,
+    "qwen_image_2_1": 7_115_124_736,
     "z_image": 6_154_908_736,
     "longcat_image_edit": 6_270_668_864,
 }

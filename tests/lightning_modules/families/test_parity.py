@@ -36,6 +36,9 @@ CASES = {
     "krea2_edit, two images": ("krea2_edit", [(50, 71), (200, 90)]),
     "krea2_edit, before": ("krea2_edit, before", [(64, 64)]),
     "krea2_edit, before, two images": ("krea2_edit, before", [(64, 64), (96, 32)]),
+    "qwen_image_2_1": ("qwen_image_2_1", []),
+    "qwen_image_2_1, one image": ("qwen_image_2_1", [(96, 48)]),
+    "qwen_image_2_1, three images": ("qwen_image_2_1", [(96, 48), (50, 71), (300, 200)]),
     "longcat_image_edit": ("longcat_image_edit", [(96, 48)]),
     "longcat_image_edit, enlarged": ("longcat_image_edit", [(50, 71)]),
 }
@@ -48,6 +51,7 @@ QUICK = (
     "flux3_klein, two images",
     "z_image",
     "krea2_edit, two images",
+    "qwen_image_2_1, three images",
     "longcat_image_edit, enlarged",
 )
 
@@ -73,10 +77,11 @@ def cases(*left_out):
     return pytest.mark.parametrize(("name", "sizes"), chosen)
 
 
-def two_samples(module, sizes, folder):
+def two_samples(reference, module, sizes, folder):
     """Return two batches of one, whose condition images and lengths of prompts differ, and these images."""
     images = [condition_images(sizes, shift=index) for index in range(2)]
-    return [raw_sample(module, images[index], folder, index) for index in range(2)], images
+    more = reference.size, reference.prompts
+    return [raw_sample(module, images[index], folder, index, *more) for index in range(2)], images
 
 
 @cases()
@@ -127,6 +132,7 @@ def test_images_are_the_pipelines(built, name, sizes, guided, tmp_path):
     images = condition_images(sizes)
     size = module.condition_images.size(*sizes[0]) if name == "longcat_image_edit" else (64, 48)
     size = (96, 64) if name.endswith("before") else size  # the proportions of raw_sample's target
+    size = (64, 96) if module.geometry.patch == 1 else size
     call = {"prompt": PROMPTS[0], "num_inference_steps": 4, **reference.call, **reference.arguments(images)}
     call |= reference.guided if guided else reference.unguided
     sampling = Sampling(4, call.get("guidance_scale"), call.get("true_cfg_scale"), call.get("negative_prompt"))
@@ -151,7 +157,7 @@ def test_images_are_the_pipelines(built, name, sizes, guided, tmp_path):
 def test_losses_and_gradients_are_those_of_an_independent_computation(built, name, sizes, tmp_path):
     """Each sample of a batch of two sees only its own images, prompt and timestep, and no padding."""
     reference, module, stock = built(name)
-    raws, images = two_samples(module, sizes, tmp_path)
+    raws, images = two_samples(reference, module, sizes, tmp_path)
     own = losses(module, module.encoder(collate_pixels(raws)))
     expected = reference.losses(stock, module, raws, images)
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
@@ -165,7 +171,7 @@ def test_losses_and_gradients_are_those_of_an_independent_computation(built, nam
 def test_images_sampled_together_are_those_sampled_alone(built, name, tmp_path):
     """The two prompts have different lengths and guidance, at a size unlike the condition image's."""
     reference, module, _ = built(name)
-    raws, _ = two_samples(module, [] if name == "z_image" else [(96, 48)], tmp_path)
+    raws, _ = two_samples(reference, module, [] if name == "z_image" else [(96, 48)], tmp_path)
     guided = reference.guided
     sampling = Sampling(3, guided.get("guidance_scale", 2.5), guided.get("true_cfg_scale"), "blurry")
     encoded = [module.encoder(raw, "blurry") for raw in (collate_pixels(raws), *raws)]
