@@ -162,7 +162,14 @@ def test_references_fit_into_the_target_in_training_and_prediction(own, target, 
     assert edits.request(edits.edits[0]).raw.controls[0].shape == (1, 3, *seen[::-1])
 
 
-EDITING = ("flux_kontext", "flux2_klein_4b", "qwen_image_edit", "qwen_image_edit_plus", "longcat_image_edit")
+EDITING = (
+    "flux_kontext",
+    "flux2_klein_4b",
+    "flux3_klein",
+    "qwen_image_edit",
+    "qwen_image_edit_plus",
+    "longcat_image_edit",
+)
 KREA2 = ("krea2_edit", "krea2_edit model.edit_scheme=before")
 
 

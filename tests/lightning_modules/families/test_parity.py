@@ -167,7 +167,10 @@ def test_losses_and_gradients_are_those_of_an_independent_computation(built, nam
     assert_same_gradients(module.transformer, stock.transformer)
 
 
-@pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit", "z_image", "longcat_image_edit"])
+TOGETHER = ["flux_kontext", "qwen_image_edit", "z_image", "longcat_image_edit", "flux3_klein"]
+
+
+@pytest.mark.parametrize("name", first(4, TOGETHER))
 def test_images_sampled_together_are_those_sampled_alone(built, name, tmp_path):
     """The two prompts have different lengths and guidance, at a size unlike the condition image's."""
     reference, module, _ = built(name)
