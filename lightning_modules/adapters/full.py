@@ -101,7 +101,11 @@ class FullFineTuning(Adapter):
 
 
 def _forget_origin(config: Path) -> None:
-    """Remove the local folder that diffusers recorded as the model's origin."""
+    """Remove what diffusers recorded as the origin of the model, or in a modular pipeline's index of its components."""
     settings = json.loads(config.read_text(encoding="utf-8"))
-    if settings.pop("_name_or_path", None) is not None:
+    here = {name: one for name, one in settings.items() if (config.parent / name).is_dir()}
+    origins = [entry[2] for entry in here.values() if len(entry) == 3]
+    for origin in origins:
+        origin["pretrained_model_name_or_path"] = None
+    if settings.pop("_name_or_path", None) is not None or origins:
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -66,10 +66,8 @@ class FrozenBase:
         )
         devices = settings.devices.items()
         placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices}
-        defaults = family_class.default_components
-        self.components = Components(
-            self.name, revision, self.dtype, placement, device, self.timer, quantization, defaults
-        )
+        more = self.timer, quantization, family_class.default_components
+        self.components = Components(self.name, revision, self.dtype, placement, device, *more)
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +77,8 @@ class FrozenBase:
     @property
     def index(self) -> dict[str, Any]:
         """The classes of its components, and its pipeline's settings."""
-        return self.components.index
+        own = repository.read_index(self.components.repository, self.revision)
+        return {name: ["diffusers", one[0]] for name, one in self.family_class.default_components.items()} | own
 
     @property
     def layer_names(self) -> LayerNames:

@@ -92,10 +92,7 @@ def index_file(repository: str, revision: str | None = None) -> Path | None:
 
 
 def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
-    """Read the index: the library and class of each component; errors as in `repository_json`.
-
-    A modular pipeline's components have a third entry, their origin.
-    """
+    """Read the index: each component's library, class and in a modular pipeline origin; errors as `repository_json`."""
     path = index_file(repository, revision)
     index = repository_json(repository, INDEXES[0] if path is None else path.name, revision)
     for name, entry in index.items():
@@ -109,8 +106,9 @@ def component_origin(repository: str, name: str, revision: str | None = None) ->
     entry = read_index(repository, revision).get(name, ())
     if len(entry) < 3 or Path(repository, name).is_dir():
         return repository, revision, name
-    named, subfolder = entry[2]["pretrained_model_name_or_path"], entry[2]["subfolder"]
-    return (repository, revision, subfolder) if named == repository else (named, entry[2]["revision"], subfolder or "")
+    named, subfolder = entry[2]["pretrained_model_name_or_path"], entry[2]["subfolder"] or ""
+    own = named in (None, repository)
+    return (repository, revision, subfolder) if own else (named, entry[2]["revision"], subfolder)
 
 
 def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
@@ -279,12 +277,6 @@ class Components:
             self._loaded[name].to(device)
             self._offloaded.remove(name)
         return self._loaded[name]
-
-    @property
-    def index(self) -> dict[str, Any]:
-        """The repository's index, with the defaults."""
-        defaults = {name: ["diffusers", class_name] for name, (class_name, _) in self.defaults.items()}
-        return defaults | read_index(self.repository, self.revision)
 
     def _load(self, name: str, device: torch.device) -> Any:
         if name in self.defaults and name not in read_index(self.repository, self.revision):

@@ -37,8 +37,7 @@ NATIVE_NAMES = NativeNames(
         **BLOCK_LAYERS,
         **{f"emb_in.{mode}": (f"x_embedders.{mode}",) for mode in ("image", "image_cond")},
         "txt_in": ("context_embedder",),
-        "time_in.in_layer": ("timestep_embedder.linear_1",),
-        "time_in.out_layer": ("timestep_embedder.linear_2",),
+        **{f"time_in.{end}_layer": (f"timestep_embedder.linear_{n}",) for n, end in ((1, "in"), (2, "out"))},
         **{
             f"{when}_stream_modulations.{mode}.lin": (f"{when}_stream_modulations.{mode}.linear",)
             for when in ("early", "single")

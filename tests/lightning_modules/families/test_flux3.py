@@ -220,3 +220,26 @@ def test_code_of_the_report_makes_the_picture_of_predict(run, arguments, reposit
     run("predict", f"lora={tmp_path / 'run'}", *request, "seed=0", "output_dir=out")
     [record] = records(tmp_path / "out")
     assert np.abs(pixels(tmp_path / "edited.png") - pixels(tmp_path / "out" / record["file"])).max() <= 1
+
+
+@pytest.mark.slow
+def test_transformer_that_was_trained_whole_is_a_modular_repository(run, arguments, repository, tmp_path):
+    """It names no origin of its components: on the hub, diffusers would load the base's instead."""
+    settings = [one for one in arguments("flux3_klein", tmp_path / "run", 2) if not one.startswith("adapter.")]
+    run("train", *settings, "adapter=full", "optimizer.lr=1e-2")
+    written = tmp_path / "run" / "model" / "last"
+    index = json.loads((written / "modular_model_index.json").read_text())
+    assert index["vae"][:2] == ["diffusers", "AutoencoderKLFlux2"]
+    assert str(repository) not in json.dumps(index)
+    request = ["prompt=snow", "num_inference_steps=2", "width=64", "height=48", "seed=11", "guidance_scale=3"]
+    model = ["model=flux3_klein", "model.dtype=float32", f"model.pretrained_model_name_or_path={written}"]
+    run("predict", *model, *request, f"output_dir={tmp_path / 'out'}")
+    call = {"prompt": "snow", "num_inference_steps": 2, "width": 64, "height": 48, "output_type": "np"}
+    expected, base = (
+        load_stock(one)(3.0, **call, generator=torch.Generator().manual_seed(11)).images[0]
+        for one in (written, repository)
+    )
+    [record] = records(tmp_path / "out")
+    own = pixels(tmp_path / "out" / record["file"])
+    assert np.abs(own - (expected * 255).round().astype(int)).max() <= 1
+    assert np.abs(expected - base).max() > 0.02
