@@ -64,6 +64,7 @@ class SamplingRules(NamedTuple):
         any_negative: whether it takes a negative prompt; else it guides away from the empty one.
         mu: the scheduler's `mu`, from the scheduler's config, the target's tokens and the number of steps.
         guidance_scale: whether it has an argument of this name.
+        guides_distilled: whether it guides distilled transformers as well.
     """
 
     cfg_scale: str | None = "true_cfg_scale"
@@ -71,6 +72,7 @@ class SamplingRules(NamedTuple):
     any_negative: bool = True
     mu: Callable[[Mapping[str, Any], int, int], float] = dynamic_mu
     guidance_scale: bool = True
+    guides_distilled: bool = False
 
     def negative_prompt(self, sampling: Sampling) -> str | None:
         """Return the prompt to guide away from; None without guidance."""

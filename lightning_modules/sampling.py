@@ -68,7 +68,7 @@ class Sampler:
             )
         rules = self.family.sampling_rules
         if rules.cfg_scale == "guidance_scale":
-            takes_guidance = not index.get("is_distilled")
+            takes_guidance = rules.guides_distilled or not index.get("is_distilled")
         else:  # the embedded model has the settings of FLUX Kontext
             takes_guidance = source.meta.config.get("guidance_embeds", False) or source.name == EMBEDDED
         for note in rules.without_effect(self.sampling, takes_guidance):

@@ -62,7 +62,7 @@ class Krea2(QwenLatents):
         output="final_layer.linear",
         flattened=("text_fusion.layerwise_blocks.*", "text_fusion.projector"),
     )
-    sampling_rules = SamplingRules("guidance_scale", 0.0, mu=krea2_mu)
+    sampling_rules = SamplingRules("guidance_scale", 0.0, mu=krea2_mu, guides_distilled=True)
     latent_pipeline: type = LatentKrea2
 
     # Text
