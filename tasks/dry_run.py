@@ -278,7 +278,7 @@ def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: Sequence[Size])
     with FakeTensorMode(), PeakMemory() as memory, torch.no_grad():
         fake, dtype = fake_model(vae, module.base.dtype), module.base.dtype
         memory.restart()
-        pixels = torch.empty(1, module.condition_images.channels, height, width)
+        pixels = torch.empty(1, 4 if module.condition_images.alpha else 3, height, width)
         module.encode_pixels(fake, pixels.to(dtype, memory_format=torch.channels_last))
         encode = memory.peak
         memory.restart()

@@ -131,11 +131,6 @@ class ConditionImages:
     alpha: bool = False
 
     @property
-    def channels(self) -> int:
-        """Number of an image's channels, for the autoencoder."""
-        return 4 if self.alpha else 3
-
-    @property
     def text_sees_them(self) -> bool:
         """Whether the text encoder sees the condition images, so that samples cannot share a prompt's conditioning."""
         return self.condition_image_size is not None

@@ -36,8 +36,8 @@ COMFYUI_LAYERS = (
     *("transformer_blocks.", "single_transformer_blocks.", "x_embedder", "context_embedder", "time_text_embed."),
     *("norm_out.", "proj_out"),
 )
-# It joins two layers of Qwen-Image-2.1's MLPs, and finds them in files by diffusers' names with this prefix only.
-JOINED, JOINED_PREFIX = re.compile(r"\.img_mlp\.(proj|gate_layer)$"), "transformer."
+# Layers of Qwen-Image-2.1 that ComfyUI joins, and finds in files by diffusers' names with diffusers' prefix only.
+JOINED = re.compile(r"\.img_mlp\.(proj|gate_layer)$")
 COMFYUI_DORA = "nearly: it divides by the row norms of the base's weights, not of the updated ones"
 FUSE = "task=export fuse=true writes a transformer that includes it"
 MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
@@ -96,9 +96,11 @@ def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Re
     others = {"z_image": ["kohya"], "flux3": ["onetrainer"]}
     if format in ["peft", *others.get(names.readers, [])]:
         return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
+    joined = names.readers == "qwen21" and any(map(JOINED.search, layers))
     if kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
-        return Reader("ComfyUI", False, "ignores lora_magnitude_vector, half of the DoRA; use format=comfyui")
-    if names.readers == "qwen21" and FORMATS[format].prefix != JOINED_PREFIX and any(map(JOINED.search, layers)):
+        instead = FUSE if joined else "use format=comfyui"
+        return Reader("ComfyUI", False, f"ignores lora_magnitude_vector, half of the DoRA; {instead}")
+    if joined and FORMATS[format].prefix != "transformer.":
         instead = FUSE if kind == "DoRA" else "use format=diffusers"
         return Reader("ComfyUI", False, f"ignores img_mlp.proj and img_mlp.gate_layer; {instead}")
     saved = tuple(layer for group in names.saved.values() for layer in group if kind != "LoKr")

@@ -17,12 +17,7 @@ PER_SLOT = 4
 
 @dataclass(eq=False)
 class TargetTokens:
-    """Stand-in for the mask of the target's tokens, which are the last ones.
-
-    Attributes:
-        before: number of the others, which the stock forward would count on the GPU.
-        mask: (S,) bool, on the device.
-    """
+    """Stand-in for the mask (S,) of the target's tokens, whose others the stock forward would count on the GPU."""
 
     before: int
     mask: Tensor
@@ -31,19 +26,15 @@ class TargetTokens:
         return self
 
     def sum(self) -> int:
-        """Return the number of the other tokens."""
         return self.before
 
     def view(self, *shape: int) -> Tensor:
-        """Return the mask in another shape."""
         return self.mask.view(*shape)
 
 
 @dataclass(eq=False)
 class JointSequence:
-    """The layout of a batch's sequence; it stands in for the stock forward's mask of image tokens.
-
-    The stock forward would derive the layout from that mask on the GPU, and wait for it.
+    """Layout of a batch's sequence: a stand-in for the mask from which the stock forward derives it, on the GPU.
 
     Attributes:
         source: (S,) each token's index among the text encoder's tokens and one for four of the target's latents.

@@ -1,6 +1,7 @@
 """Qwen-Image-2.1: alpha, the layout of its sequence, its steps of sampling, and layers that see no samples."""
 
 from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy as np
 import pytest
@@ -61,6 +62,34 @@ def test_layout_of_the_sequence_is_the_stock_forwards(layout):
     assert torch.equal(own.source, torch.repeat_interleave(torch.arange(len(mask)), repeats))
     rope = QwenImage21Rope(10000, [4, 6, 6])
     assert torch.equal(own.rotary_embedding(rope), rope(shapes, images, torch.device("cpu")))
+
+
+EXECUTIONS = {
+    "full": ["model.gradient_checkpointing=full"],
+    "selective": ["model.gradient_checkpointing=selective", "model.offload.activations=true"],
+    "streamed": ["model.gradient_checkpointing=full", "model.offload.blocks=2"],
+    "compiled": ["model.gradient_checkpointing=none", "model.compile=true"],
+    "compiled, full": ["model.gradient_checkpointing=full", "model.compile=true"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_execution_changes_neither_loss_nor_gradients(repositories, monkeypatch, tmp_path, execution):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    found = []
+    for settings in (["model.gradient_checkpointing=none"], EXECUTIONS[execution]):
+        module = REFERENCE.build(repositories["qwen_image_2_1"], *settings)
+        found.append([])
+        for index, sizes in enumerate(([(96, 48)], [(64, 64), (96, 48)])):  # a graph must serve other layouts
+            raw = raw_sample(module, condition_images(sizes), tmp_path, index, REFERENCE.size)
+            loss = losses(module, module.encoder(raw)).mean()
+            loss.backward()
+            found[-1].append(loss.detach())
+        found[-1] += [one.grad for one in module.transformer.parameters() if one.grad is not None]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_layers_that_see_more_rows_than_samples_are_found(module):
