@@ -17,7 +17,7 @@ from tests.support.tiny_flux2 import LANGUAGE_MODEL, flux2_parts
 from tests.support.tiny_parts import CHAT, QWEN3_TEMPLATE, VISION, build_tokenizer, qwen_vl_settings, spread
 
 
-def build_flux3(folder: Path, **config: Any) -> None:
+def build_flux3(folder: Path) -> None:
     """Write a Flux3ModularPipeline, whose text encoder has the layers that are read and one more."""
     torch.manual_seed(8)
     tokenizer = build_tokenizer([*CHAT, *VISION], QWEN3_TEMPLATE, pad="<|endoftext|>")
@@ -40,7 +40,6 @@ def build_flux3(folder: Path, **config: Any) -> None:
         timestep_channels=32,
         mlp_ratio=2.0,
         axes_dims_rope=(4, 4, 4, 4),
-        **config,
     )
     pipeline = Flux3AutoBlocks().init_pipeline()
     vae = flux2_parts(guidance_embeds=False)["vae"]

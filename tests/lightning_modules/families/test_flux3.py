@@ -17,6 +17,8 @@ from datamodules.images.samples import Root, Sample
 from datamodules.images.windows import load_image, load_mask
 from datamodules.pairs import collate_pixels
 from lightning_modules.adapters.adapter import trainable
+from lightning_modules.families.flux3.module import Flux3Klein
+from lightning_modules.inference import SamplingTransformer
 from lightning_modules.pretrained.repository import load_component
 from report.commands import Names, commands
 from tests.support.combinations import first
@@ -25,10 +27,9 @@ from tests.support.objectives import losses
 from tests.support.pictures import photograph, pixels, records
 from tests.support.references import REFERENCES, condition_images, raw_sample
 from tests.support.stock_pictures import load_stock
-from tests.support.tiny_flux3 import build_flux3
 from tests.support.tiny_pipelines import edit_json
 
-REFERENCE = REFERENCES["flux3_klein"]
+REFERENCE, IMAGES = REFERENCES["flux3_klein"], Flux3Klein.condition_images
 
 
 @pytest.fixture
@@ -47,28 +48,27 @@ ALONE = [(96, 75), (64, 64), (37, 200), (15, 90), (9000, 30), (4100, 1900), (204
 
 
 @pytest.mark.parametrize(("width", "height"), first(5, ALONE))
-def test_single_reference_is_padded_and_shrunk_as_in_the_pipeline(width, height, module):
+def test_single_reference_is_padded_and_shrunk_as_in_the_pipeline(width, height):
     image = photograph("chelsea", width, height)
     expected, more = Flux3ImageProcessor().preprocess(image)
-    window = module.condition_images.alone(width, height)
+    window = IMAGES.alone(width, height)
     assert window.inside == more["reference_crop"]
     assert torch.equal(to_tensor(window.of(image)), expected[0])
 
 
 @pytest.mark.parametrize("size", [(96, 75), (64, 64), (2000, 777)])
-def test_several_references_are_cropped_and_shrunk_as_in_the_pipeline(size, module):
+def test_several_references_are_cropped_and_shrunk_as_in_the_pipeline(size):
     image = photograph("chelsea", *size)
     expected = Flux3ImageProcessor().preprocess(image, resize_mode="crop")[0][0]
-    own = to_tensor(module.condition_images.window(*size).of(image))
+    own = to_tensor(IMAGES.window(*size).of(image))
     assert own.shape == expected.shape
     # What is shrunk is resized in one go with the crop: a few pixels round otherwise.
     torch.testing.assert_close(own, expected, rtol=0, atol=4 / 255 + 1e-6)
 
 
-def test_target_and_mask_of_a_single_reference_are_padded_like_it(module, tmp_path):
-    images = module.condition_images
+def test_target_and_mask_of_a_single_reference_are_padded_like_it(tmp_path):
     sizes = (101, 75), (101, 75)
-    framing = Framing("exact", False, "center", 1, True, 16, images)
+    framing = Framing("exact", False, "center", 1, True, 16, IMAGES)
     sample = Sample("a", tmp_path / "x.png", (tmp_path / "x.png",), ("",), tmp_path / "x.png")
     photograph("coffee", *sizes[0]).save(tmp_path / "x.png")
     upright, flipped = framing.views(sample, Root("", resolution=(256,)), sizes)
@@ -136,9 +136,8 @@ def test_without_references_their_parameters_have_a_zero_gradient(module, tmp_pa
     assert not any((gradient == 0).all() for gradient in used.values())
 
 
-@pytest.mark.parametrize(
-    "more", first(1, [["model.offload.blocks=8"], ["model.offload.blocks=5", "model/quantization=fp8"]])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["model.offload.blocks=8"], ["model.offload.blocks=5", "model/quantization=fp8"]])
 def test_blocks_are_streamed_with_and_without_references(repository, tmp_path, more):
     """Steps alternate: the blocks for references are skipped in every second one."""
     full = ["model.gradient_checkpointing=full"]
@@ -155,6 +154,7 @@ def test_blocks_are_streamed_with_and_without_references(repository, tmp_path, m
         assert torch.equal(whole, streamed)
 
 
+@pytest.mark.slow
 def test_norms_of_queries_stay_in_float32_however_the_transformer_is_loaded(repository):
     for more in ([], ["model/quantization=fp8"], ["model.offload.blocks=2", "model.gradient_checkpointing=full"]):
         transformer = REFERENCE.build(repository, "model.dtype=bfloat16", *more).transformer
@@ -181,6 +181,7 @@ def test_schedule_is_that_of_the_pipelines_blocks(module, repository, tmp_path):
     assert REFERENCE.build(other).base.dynamic_shift(64) == 2.0
 
 
+@pytest.mark.slow
 def test_component_may_be_in_another_repository(module, repository, tmp_path):
     copy, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
     shutil.copytree(repository, copy, ignore=shutil.ignore_patterns("vae"))
@@ -195,14 +196,16 @@ def test_component_may_be_in_another_repository(module, repository, tmp_path):
     assert torch.equal(built.base.vae_tensor("bn.running_mean"), module.base.vae_tensor("bn.running_mean"))
 
 
-def test_distilled_transformer_is_refused(refuses, repository, datasets, tmp_path):
-    distilled = tmp_path / "distilled"
-    build_flux3(distilled, flow_map=True)
-    base = ["model=flux3_klein", f"model.pretrained_model_name_or_path={repository}"]
-    words = ("distilled to a flow map", "train on black-forest-labs/flux-3-image-klein-base")
-    root = datasets["flux3_klein"]
-    refuses("model=flux3_klein", f"model.pretrained_model_name_or_path={distilled}", words=words, root=root)
-    refuses(*base, f"model.sampling.transformer_name_or_path={distilled}", words=words, root=root)
+def test_distilled_transformer_is_refused_in_training_and_for_sampling(repository, tmp_path):
+    distilled = shutil.copytree(repository, tmp_path / "distilled")
+    edit_json(distilled / "transformer" / "config.json", flow_map=True)
+    base, module = (
+        instantiate(compose("train", "model=flux3_klein", f"model.pretrained_model_name_or_path={path}").model)
+        for path in (repository, distilled)
+    )
+    for check in (module.check, SamplingTransformer(base, str(distilled)).check):
+        with pytest.raises(UserError, match=r"is distilled to a flow map, .*: train on black-forest-labs/flux-3-image"):
+            check()
 
 
 @pytest.mark.slow
