@@ -19,6 +19,8 @@ OFFLOADED = ["model.gradient_checkpointing=selective", "model.offload.activation
 
 # The family that stands for the others where these do nothing of their own.
 WHOLE = "qwen_image_edit_plus"
+# Families whose parts the others have as well.
+SLOW = ("flux3_klein",)
 # The model, its settings, and an operator that must have been seen within those of ours.
 CASES = {
     **{name: (name, OFFLOADED, "aten::mm") for name, model in MODELS.items() if not model.variant and name != WHOLE},
@@ -63,7 +65,7 @@ def cuda():
         yield cuda
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
 def test_step_is_on_the_device_alone(repositories, cuda, case):
     """Configured under a foreign default; loss and backward pass make nothing elsewhere, and read nothing back."""
     model, settings, operator = CASES[case]
