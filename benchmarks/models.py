@@ -115,8 +115,8 @@ same components and transformer class is used with a note.
 Krea 2 was trained without references. A LoRA teaches it to use them, by one of two schemes of its users; it works in
 this scheme only, and `predict.py` reads it from the file. diffusers has no pipeline for either.
 
-- `model.edit_scheme=after`, the default, is ai-toolkit's. References are clean, as at t = 0, at their own size of up to
-  a megapixel. The text encoder reads "Picture 1:" and sees the image at 384x384. In ComfyUI:
+- `model.edit_scheme=after`, of `model=krea2_edit`, is ai-toolkit's. References are clean, as at t = 0, at their own
+  size of up to a megapixel. The text encoder reads "Picture 1:" and sees the image at 384x384. In ComfyUI:
   [Ostris' nodes](https://github.com/ostris/ComfyUI-Krea2-Ostris-Edit).
 - `model.edit_scheme=before` is that of [Identity Edit](https://huggingface.co/conradlocke/krea2-identity-edit), which
   samples with `model.condition_image_size=589824`. References are modulated at the target's t and fit into it. In

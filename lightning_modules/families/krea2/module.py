@@ -49,7 +49,13 @@ PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_ed
 
 
 class Krea2(QwenLatents):
-    """Krea 2, text to image."""
+    """Krea 2, text to image; by a scheme with any number of references, seen by text encoder and transformer, or none.
+
+    Args:
+        edit_scheme: of `SCHEMES`; None for text to image only.
+        condition_image_size: pixels that references are resized to for the text encoder, keeping their proportions.
+        settings: of `EditModule`.
+    """
 
     pipeline_name = "Krea2Pipeline"
     transformer_class = "Krea2Transformer2DModel"
@@ -64,6 +70,25 @@ class Krea2(QwenLatents):
     )
     sampling_rules = SamplingRules("guidance_scale", 0.0, mu=krea2_mu, guides_distilled=True)
     latent_pipeline: type = LatentKrea2
+    stock_images = 0
+
+    def __init__(self, edit_scheme: str | None, condition_image_size: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        if edit_scheme not in (None, *SCHEMES):
+            raise UserError(f"model.edit_scheme={edit_scheme}: choose {', '.join(SCHEMES)}, or null for text to image")
+        self.edit_scheme = edit_scheme
+        if edit_scheme is not None:
+            self.condition_images = ConditionImages(
+                condition_image_size=condition_image_size,
+                most_area=self.geometry.resolution**2,
+                fits_target=SCHEMES[edit_scheme].fitted,
+            )
+            self.latent_pipeline = type(LatentKrea2.__name__, (LatentKrea2,), {"scheme": SCHEMES[edit_scheme]})
+
+    def encoding_settings(self) -> dict[str, Any]:
+        size = self.condition_images.condition_image_size
+        edits = {} if size is None else {"condition_image_size": size, "edit_scheme": self.edit_scheme}
+        return super().encoding_settings() | edits
 
     # Text
 
@@ -79,64 +104,10 @@ class Krea2(QwenLatents):
         return {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
 
     def _states(self, pipeline: Any, prompt: str, images: list[Tensor], device: torch.device) -> Tensor:
-        """Return the outputs of the chosen layers (L, layers, D) for prompt and end of the template."""
-        states, mask = pipeline.get_text_hidden_states(prompt, self.max_sequence_length, device)
-        return states[mask]
-
-    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
-        pipeline = text_pipeline(self.pipeline_name, parts, ["tokenizer"])
-        chats = [pipeline.prompt_template_encode_prefix + prompt for prompt in prompts]
-        more = pipeline.prompt_template_encode_num_suffix_tokens - pipeline.prompt_template_encode_start_idx
-        return [len(ids) + more for ids in pipeline.tokenizer(chats).input_ids], self.max_sequence_length
-
-    def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
-        """Return the length at four characters a token."""
-        return min(8 + len(prompt) // 4, self.max_sequence_length)
-
-    def prompt_shapes(
-        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
-    ) -> dict[str, tuple[int, ...]]:
-        length = self.text_length(prompt, images)
-        return {"prompt_embeds": (length, config["num_text_layers"], config["text_hidden_dim"])}
-
-    # The transformer
-
-    def velocity(
-        self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
-    ) -> Tensor:
-        return krea2_velocity(transformer, x_t, t, prompt)
-
-
-class Krea2Edit(Krea2):
-    """Krea 2 with any number of references, seen by text encoder and transformer; without any it is Krea 2.
-
-    Args:
-        edit_scheme: of `SCHEMES`.
-        condition_image_size: pixels that references are resized to for the text encoder, keeping their proportions.
-        settings: of `EditModule`.
-    """
-
-    stock_images = 0
-
-    def __init__(self, edit_scheme: str, condition_image_size: int, **settings: Any) -> None:
-        super().__init__(**settings)
-        if edit_scheme not in SCHEMES:
-            raise UserError(f"model.edit_scheme={edit_scheme}: choose {' or '.join(SCHEMES)}")
-        self.edit_scheme, scheme = edit_scheme, SCHEMES[edit_scheme]
-        self.condition_images = ConditionImages(
-            condition_image_size=condition_image_size,
-            most_area=self.geometry.resolution**2,
-            fits_target=scheme.fitted,
-        )
-        self.latent_pipeline = type(LatentKrea2.__name__, (LatentKrea2,), {"scheme": scheme})
-
-    def encoding_settings(self) -> dict[str, Any]:
-        size = {"condition_image_size": self.condition_images.condition_image_size}
-        return super().encoding_settings() | size | {"edit_scheme": self.edit_scheme}
-
-    def _states(self, pipeline: Any, prompt: str, images: list[Tensor], device: torch.device) -> Tensor:
-        if not images:
-            return super()._states(pipeline, prompt, images, device)
+        """Return the outputs of the chosen layers (L, layers, D) for images, prompt and end of the template."""
+        if self.edit_scheme is None or not images:
+            states, mask = pipeline.get_text_hidden_states(prompt, self.max_sequence_length, device)
+            return states[mask]
         from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
         vision = pipeline.text_encoder.config.vision_config
@@ -151,20 +122,33 @@ class Krea2Edit(Krea2):
         states = torch.stack([outputs[layer] for layer in pipeline.text_encoder_select_layers], dim=2)
         return states[0, pipeline.prompt_template_encode_start_idx :]
 
-    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> None:
-        return None  # with images they are not truncated
+    def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
+        if self.edit_scheme is not None:  # with images they are not truncated
+            return None
+        pipeline = text_pipeline(self.pipeline_name, parts, ["tokenizer"])
+        chats = [pipeline.prompt_template_encode_prefix + prompt for prompt in prompts]
+        more = pipeline.prompt_template_encode_num_suffix_tokens - pipeline.prompt_template_encode_start_idx
+        return [len(ids) + more for ids in pipeline.tokenizer(chats).input_ids], self.max_sequence_length
 
     def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
-        """Return the length of the text and, for images, one token for 32x32 pixels, with a few words between them."""
-        area = self.condition_images.condition_image_size
-        assert area is not None
+        """Return the length at four characters a token; for images one for 32x32 pixels, with a few words between."""
+        area = self.condition_images.condition_image_size or 0
         sizes = [size_of_area(*image, area) for image in images]
-        return super().text_length(prompt, images) + sum(width * height // 1024 + 6 for width, height in sizes)
+        text = min(8 + len(prompt) // 4, self.max_sequence_length)
+        return text + sum(width * height // 1024 + 6 for width, height in sizes)
+
+    def prompt_shapes(
+        self, config: Mapping[str, Any], prompt: str, images: list[tuple[int, int]]
+    ) -> dict[str, tuple[int, ...]]:
+        length = self.text_length(prompt, images)
+        return {"prompt_embeds": (length, config["num_text_layers"], config["text_hidden_dim"])}
 
     # The transformer
 
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
+        if self.edit_scheme is None:
+            return krea2_velocity(transformer, x_t, t, prompt)
         with references(transformer, controls, x_t.shape[-2:], SCHEMES[self.edit_scheme]):
-            return super().velocity(transformer, x_t, t, [], prompt)
+            return krea2_velocity(transformer, x_t, t, prompt)

@@ -44,7 +44,7 @@ def test_prediction_reads_the_scheme_from_the_file(run, arguments, repositories,
 
 
 def test_wrong_schemes_are_refused():
-    with pytest.raises(Exception, match=r"model\.edit_scheme=beside: choose after or before"):
+    with pytest.raises(Exception, match=r"model\.edit_scheme=beside: choose after, before, or null"):
         instantiate(compose("train", "model=krea2_edit", "model.edit_scheme=beside").model)
 
 
