@@ -136,6 +136,7 @@ class Geometry:
         text: name of the prompt tensor (B, L, ...) with one row for each text token.
         equal_text: whether the samples of a batch need text of one length, since padding would change the result.
         side_multiple: divisor of width and height of an image whose size can be chosen.
+        result_multiple: divisor of width and height that predict.py may be given.
         resolution: side of a square image.
     """
 
@@ -144,6 +145,7 @@ class Geometry:
     text: str = "prompt_embeds"
     equal_text: bool = False
     side_multiple: int = 16
+    result_multiple: int = 16
     resolution: int = 1024
 
     def channels(self, config: Mapping[str, Any]) -> int:

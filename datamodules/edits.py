@@ -146,6 +146,10 @@ class EditsDataModule(PromptData):
         """Raise a UserError if the model takes fewer or more images than there are."""
         name, images = model.base.name, model.condition_images
         self.condition_images, self.resolution = images, model.geometry.resolution
+        for side, pixels in (("height", self.height), ("width", self.width)):
+            if pixels and pixels % model.geometry.result_multiple:
+                multiple = model.geometry.result_multiple
+                raise UserError(f"{side}={pixels}: {name} makes images whose sides are multiples of {multiple}")
         for paths, *_ in self.edits:
             if not paths and (images.least > 0 or (images.most != 0 and None in (self.height, self.width))):
                 hint = "" if images.least > 0 else "; to sample from the prompt only, give width= and height="
@@ -155,7 +159,8 @@ class EditsDataModule(PromptData):
             if images.most and len(paths) > images.most:
                 listed = listing([str(path) for path in paths])
                 raise UserError(f"{name} takes at most {images.limit}, but {listed} are {len(paths)}")
-        for (path, *_), *_ in filter(None, self.edits) if images.sets_target and (self.width or self.height) else ():
+        sized = images.sets_target and (self.width or self.height)
+        for path in [edit.paths[0] for edit in self.edits if sized and edit.paths]:
             own = images.size(*image_size(path), self.max_area)
             width, height = self.width or own[0], self.height or own[1]
             if (width, height) != own and abs(width / height * own[1] / own[0] - 1) < SAME_PROPORTIONS:

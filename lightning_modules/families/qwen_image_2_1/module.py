@@ -42,7 +42,7 @@ class QwenImage21(QwenLatents):
     pipeline_name = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     text_components: ClassVar[tuple[str, ...]] = ("processor", "text_encoder")
-    geometry = Geometry(patch=1, equal_text=True, side_multiple=SLOT)
+    geometry = Geometry(patch=1, equal_text=True, side_multiple=SLOT, result_multiple=SLOT)
     # Attention and MLPs, as miles_diffusion and its pull request 256. The others have a row for t = 0 as well.
     layers = Layers(
         NativeNames(readers="qwen21"),

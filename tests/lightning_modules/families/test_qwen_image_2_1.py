@@ -10,6 +10,7 @@ from diffusers import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rope
 from PIL import Image
 
+from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
 from datamodules.images.windows import SeenByBoth, load_image
 from datamodules.pairs import collate_pixels
@@ -174,6 +175,18 @@ def test_cut_outs_alpha_survives_training_and_prediction(run, arguments, reposit
     assert own.shape == (64, 64, 4)
     assert np.abs(own - (255 * expected).round()).max() <= 1
     assert own[..., 3].std() > 5
+
+
+def test_prompts_alone_are_sampled_at_a_given_size(module):
+    edits = EditsDataModule(None, "a red cat", None, None, [0], [1.0], 96, 64, 4096, 1)
+    edits.configure_for(module)
+    request = edits.request(edits.edits[0])
+    assert (request.size, request.raw.controls) == ((64, 96), [])
+    [(pixels, _)] = module.sampler.generate(request, lambda: False)
+    assert pixels.shape == (1, 4, 96, 64)
+    edits.height = 80
+    with pytest.raises(UserError, match=r"height=80: .* makes images whose sides are multiples of 32"):
+        edits.configure_for(module)
 
 
 def test_sampling_without_a_cache_of_keys_agrees(repositories, module, monkeypatch, tmp_path):
