@@ -318,6 +318,7 @@ MODELS = {
         controls=(),
         call=KREA2["call"],
         guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+        variant=True,
     ),
     "krea2_edit": Tiny(
         build_krea2,

@@ -27,7 +27,10 @@ class EditScheme(NamedTuple):
 
 
 # ai-toolkit's (krea2.py, model_kwargs.edit), and that of the Identity Edit LoRAs (lbouaraba/comfyui-krea2edit 1.2).
-SCHEMES = {"after": EditScheme("Picture {}: ", True, False), "before": EditScheme("", False, True)}
+SCHEMES = {
+    "after": EditScheme("Picture {}: ", clean=True, fitted=False),
+    "before": EditScheme("", clean=False, fitted=True),
+}
 
 
 def krea2_mu(config: Mapping[str, Any], tokens: int, num_inference_steps: int) -> float:

@@ -61,7 +61,7 @@ class Krea2(QwenLatents):
     transformer_class = "Krea2Transformer2DModel"
     text_components = ("tokenizer", "text_encoder")
     condition_images = ConditionImages(most=0)
-    # As the authors, but for embedders and for blocks in which each token is a row of its own: 95 % of the weights.
+    # As the authors, but for embedders and for blocks in which each token is a row of its own: 96 % of the weights.
     layers = Layers(
         NATIVE_NAMES,
         (*ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down"),
@@ -76,6 +76,8 @@ class Krea2(QwenLatents):
         super().__init__(**settings)
         if edit_scheme not in (None, *SCHEMES):
             raise UserError(f"model.edit_scheme={edit_scheme}: choose {', '.join(SCHEMES)}, or null for text to image")
+        if edit_scheme is not None and condition_image_size is None:
+            raise UserError("model.condition_image_size=null: the text encoder sees each reference. Set an area.")
         self.edit_scheme = edit_scheme
         if edit_scheme is not None:
             self.condition_images = ConditionImages(

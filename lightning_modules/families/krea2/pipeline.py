@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_modules.families.krea2.denoise import SCHEMES, EditScheme, references
@@ -20,12 +20,8 @@ class LatentKrea2(LatentPipeline):
         # The pipeline counts the positions of the prompt and uses them for the negative one as well.
         embeds = {name: one for name, one in arguments.items() if "prompt_embeds" in name}
         longest = max(one.shape[1] for one in embeds.values())
-        arguments |= {name: _padded(one, longest) for name, one in embeds.items()}
+        for name, one in embeds.items():  # (B, L, ...) -> (B, longest, ...)
+            arguments[name] = F.pad(one, (*[0] * 2 * (one.ndim - 2), 0, longest - one.shape[1]))
         sides = [side // self.vae_scale_factor for side in reversed(size)]
         with references(self.transformer, controls, sides, self.scheme):
             return super().edit(controls, size, **arguments)
-
-
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    """(B, L, ...) -> (B, length, ...), with zeros at the end."""
-    return torch.cat([tensor, tensor.new_zeros(len(tensor), length - tensor.shape[1], *tensor.shape[2:])], dim=1)
