@@ -1,5 +1,7 @@
 """diffusers' Qwen pipelines for condition images that are latents."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from PIL import Image
@@ -7,6 +9,18 @@ from torch import Tensor
 
 from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import image_shapes
+
+
+@contextmanager
+def replaced_shapes(transformer: Any, shapes: Sequence[Any]) -> Iterator[None]:
+    """Temporarily call a transformer with these shapes; the pipelines compute them from images of other sizes."""
+    hook = transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "img_shapes": shapes}), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class LatentControls(LatentPipeline):
@@ -17,15 +31,9 @@ class LatentControls(LatentPipeline):
         width, height = size
         target = height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor
         shapes = image_shapes([target, *(control.shape[-2:] for control in controls)], len(arguments["generator"]))
-        # The pipelines compute the shapes from an image resized to one megapixel: ours may differ.
-        hook = pipeline.transformer.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "img_shapes": shapes}), with_kwargs=True
-        )
-        try:
+        with replaced_shapes(pipeline.transformer, shapes):
             stand_in = [Image.new("RGB", (1, 1))]  # for the controls
             return super().edit(controls, size, image=stand_in, **arguments)
-        finally:
-            hook.remove()
 
     def prepare_latents(self, image: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         latents, _ = super().prepare_latents(None, *args, **kwargs)  # type: ignore[misc]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.families.patches import LatentPipeline
+from lightning_modules.families.qwen_image.pipeline import replaced_shapes
 from lightning_modules.families.qwen_image_2_1.denoise import latent_shapes, latent_tokens, target_latents
 
 
@@ -37,14 +38,8 @@ class LatentSequence(LatentPipeline):
         self._masks = [arguments.pop(name) for name in names if name in arguments]
         width, height = size
         target = torch.empty(0, 0, height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor)
-        shapes = latent_shapes([*controls, target])
-        hook = pipeline.transformer.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "img_shapes": shapes}), with_kwargs=True
-        )
-        try:
+        with replaced_shapes(pipeline.transformer, latent_shapes([*controls, target])):
             made = pipeline(height=height, width=width, output_type="latent", **arguments).images
-        finally:
-            hook.remove()
         return target_latents(made, *target.shape[-2:])
 
     def encode_prompt(self, prompt_embeds: Tensor, **others: Any) -> tuple[Tensor, None, Tensor]:

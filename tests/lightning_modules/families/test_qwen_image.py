@@ -31,3 +31,17 @@ def test_prompts_are_cut_as_in_the_pipeline(repositories, monkeypatch, prompt):
     torch.testing.assert_close(own["prompt_embeds"], embeds[0], rtol=0, atol=1e-5)
     [count], _ = module.prompt_tokens(module.base.components, [prompt])
     assert min(count, 1024) == stock.encode_prompt(prompt)[0].shape[1]
+
+
+def test_embeddings_are_normalised_as_the_transformer_was_trained(repositories):
+    """Qwen-Image-2.1's are not; transformers has changed what it returns as the last hidden state."""
+    for name in ("qwen_image", "qwen_image_2_1"):
+        module, seen = REFERENCES[name].build(repositories[name]), []
+        norm = module.base.components["text_encoder"].base_model.language_model.norm
+        with torch.no_grad():
+            norm.register_forward_hook(lambda _, args, output, seen=seen: seen.append((args[0], output)))
+            own = module.encode_prompt(module.base.components, "make it snow", [])["prompt_embeds"]
+        before, after = (states[0, -len(own) :] for states in seen[0])
+        expected, other = (after, before) if name == "qwen_image" else (before, after)
+        torch.testing.assert_close(own, expected)
+        assert (own - other).abs().max() > 1e-3
