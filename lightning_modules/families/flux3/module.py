@@ -65,7 +65,8 @@ class Flux3Klein(Flux2Latents):
     refused: ClassVar = {
         "flow_map": (
             "is distilled to a flow map, which predicts jumps between two timesteps and no velocity: train on "
-            "black-forest-labs/flux-3-image-klein-base, and use the LoRA with the distilled model elsewhere"
+            "black-forest-labs/flux-3-image-klein-base. Trainers of the distilled model add an assistant adapter "
+            "(SimpleTuner/flux-3-klein-image-training-assistant)"
         )
     }
     # As its pipeline's blocks.
