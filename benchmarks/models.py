@@ -208,7 +208,7 @@ def page(memory: dict[str, Any]) -> str:
         condition_images, repository = module.condition_images, cfg.model.pretrained_model_name_or_path
         learns = "images with captions"
         if condition_images.most != 0:
-            several = "1 to " if (condition_images.most or 0) > 1 else ""
+            several = ("1 to " if condition_images.least else "up to ") if (condition_images.most or 0) > 1 else ""
             limit = condition_images.limit if condition_images.most else "any number of condition images"
             learns = f"pairs, {several}{limit}"
         gigabytes = "; ".join(
