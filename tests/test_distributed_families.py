@@ -14,7 +14,7 @@ LEARNS = {
     "lora": ["adapter=lora", "adapter.target_modules=all-linear", "adapter.rank=4"],
     "dora": ["adapter=dora", "adapter.rank=4", "adapter.alpha=8"],
     "full": ["adapter=full"],
-    "every objective": [*EVERYTHING, "objective.preserve.every=2", "data.caption_dropout_rate=0.3", "adapter.rank=4"],
+    "every objective": [*EVERYTHING, "objective.preserve.every=2", "adapter.rank=4", "data.reference_dropout=0.4"],
     **OTHERS,
 }
 FAMILIES = [name for name, model in MODELS.items() if not model.variant]

@@ -27,10 +27,10 @@ from tests.support.pictures import make_pairs
 
 
 def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, tiny, tmp_path):
-    """The run is killed within an epoch, with mixed sizes, accumulation and dropout; data workers change nothing."""
+    """The run is killed within an epoch, with mixed sizes, accumulation and dropouts; data workers change nothing."""
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32), (32, 32), (48, 32), (32, 48)])
     settings = ["trainer.accumulate_grad_batches=2", "data.batch_size=2", "data.num_workers=2", "save_every=3"]
-    settings += ["data.caption_dropout_rate=0.3", "scheduler.num_warmup_steps=2"]
+    settings += ["data.caption_dropout_rate=0.3", "data.reference_dropout=0.3", "scheduler.num_warmup_steps=2"]
     run("train", *short(tiny, root, tmp_path / "whole", 6), *settings, "data.num_workers=0")
     killed = [*short(tiny, root, tmp_path / "killed", 6), *settings]
     process = start("train", *killed, "+callbacks.hold={_target_: tests.support.hold.Hold, step: 5}")
