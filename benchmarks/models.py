@@ -101,8 +101,8 @@ python train.py model=flux_kontext data.root=my_pairs model.transformer_name_or_
 
 - `qwen_image_edit_plus`: [FireRed-Image-Edit](https://huggingface.co/FireRedTeam/FireRed-Image-Edit-1.1) 1.0 and 1.1
   (Apache 2.0, of the architecture of 2509), Qwen-Image-Edit-2509, and models fine-tuned from these
-- `flux2_klein_4b`, `flux2_klein_9b`: fine-tuned models. Train on the base and sample with the distilled ones. Of 9B KV
-  only the weights are used: in its own pipeline references do not see the target
+- `flux2_klein_4b`, `flux2_klein_9b`: fine-tuned models. Train on the base and sample with the distilled ones. 9B KV
+  works as 9B does: its own pipeline, in which references do not see the target, is not used
 - `z_image`: fine-tuned models; `experiment=z_image_turbo` for Z-Image-Turbo
 - `qwen_image`, `qwen_image_edit`: Qwen-Image-2512, fine-tuned models. Merges with Lightning LoRAs are
   [distilled bases](training.md#distilled-bases)

@@ -27,6 +27,7 @@ class Shown(NamedTuple):
     target: Tensor | None
     size: tuple[int, int]
     latents: LatentBatch
+    box: tuple[int, int, int, int] | None = None
 
 
 class Made(NamedTuple):
@@ -124,10 +125,11 @@ class SampleImages(L.Callback):
         made = []
         weights = inference_weights(module) if self._other is None else self._other.in_use()
         with torch.no_grad(), weights:
-            for number, (controls, target, size, latents) in enumerate(self._shown, start=1):
+            for number, (controls, target, size, latents, box) in enumerate(self._shown, start=1):
                 note(f"sampling {number}/{len(self._shown)}")
                 latents = module.encoder.refresh_prompt_embeds(latents.to(module.base.device), self.negative_prompt)
-                result = module.sampler.sample(latents, self.sampling, size, [self.seed])
+                left, top, right, bottom = box or (0, 0, *size)
+                result = module.sampler.sample(latents, self.sampling, size, [self.seed])[..., top:bottom, left:right]
                 made.append(Made(latents.keys[0], " ".join(latents.prompts), controls, target, result.cpu()))
         self.results = of_all(trainer, made)
         if not (trainer.is_global_zero and self.results):
@@ -184,5 +186,5 @@ class SampleImages(L.Callback):
             edits = [*[None] * count, *self.edits.edits]
             for edit in filter(None, edits[share(trainer, len(edits))]):
                 request = self.edits.request(edit)
-                shown.append(Shown(request.raw.controls, None, request.size, encode(request.raw)))
+                shown.append(Shown(request.raw.controls, None, request.size, encode(request.raw), request.box))
         return shown

@@ -147,9 +147,10 @@ class Validation(L.Callback):
         return {"val_loss": weighted, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
 
     def _measure(self, sampler: SampleImages, module: EditModule) -> dict[str, float]:
-        """Return each metric over all images: against the target, the source, and of doing nothing."""
+        """Return each metric against the target and the source, and of doing nothing; of edits, if there are some."""
         figures: dict[str, float] = {}
-        samples = [_in_unit_range(one) for one in sampler.results if one.target is not None]
+        results = [one for one in sampler.results if one.target is not None]
+        samples = list(map(_in_unit_range, [one for one in results if one.controls] or results))
         finite = all(bool(result.isfinite().all()) for _, result, _ in samples)
         for name, metric in self.metrics.items():
             compares_all = isinstance(metric, EditMetrics)

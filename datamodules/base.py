@@ -1,11 +1,12 @@
 """The data of a run, as the model, its callbacks and the trainer see it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
 import lightning.pytorch as L
+from torch import Tensor
 
 from datamodules.batch import Geometry, PromptRequest
 from datamodules.images.windows import ConditionImages
@@ -90,3 +91,7 @@ class PromptData(DataModule, ABC):
     @abstractmethod
     def all_prompts(self) -> list[PromptRequest]:
         """Return the prompts that this process encodes first; none if each is encoded together with its sample."""
+
+    def prompt_images(self, paths: Sequence[Path]) -> list[Tensor]:
+        """Return the images of a prompt as its text encoder will see them; none if it sees none."""
+        return []

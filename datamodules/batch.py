@@ -68,6 +68,7 @@ class RawBatch(Batch):
         preserve_prompts: one of `Objective.preserve_prompts` per sample; empty if there are none.
         rejected: (B, C, H, W), the image that is preferred less than the target; None if there is none.
         dropped: whether a sample's caption is dropped, so that its prompt is empty; [] if none is.
+        has_first: whether the first control is the samples' first condition image, which a target edits.
     """
 
     keys: list[str]
@@ -81,6 +82,7 @@ class RawBatch(Batch):
     preserve_prompts: list[str] = field(default_factory=list)
     rejected: Tensor | None = None
     dropped: list[bool] = field(default_factory=list)
+    has_first: bool = True
 
     def __post_init__(self) -> None:
         self.prompt_images = self.prompt_images or [[] for _ in self.prompts]
@@ -98,8 +100,8 @@ class LatentBatch(Batch):
     Latents are the autoencoder's outputs, before shift and scale.
 
     Attributes:
-        keys, draws, mask, weights, prompts, dropped: as in `RawBatch`; prompts are empty if only the shards of a cache
-            are known.
+        keys, draws, mask, weights, prompts, dropped, has_first: as in `RawBatch`; prompts are empty if only the shards
+            of a cache are known.
         target_mean, target_std: (B, C, H, W), the distribution of the target's latent.
         rejected_mean, rejected_std: the same for the rejected image; None if there is none.
         controls: the modes of the condition images' latents, each (B, C, h, w).
@@ -124,6 +126,7 @@ class LatentBatch(Batch):
     rejected_mean: Tensor | None = None
     rejected_std: Tensor | None = None
     dropped: list[bool] = field(default_factory=list)
+    has_first: bool = True
 
 
 @dataclass(frozen=True)

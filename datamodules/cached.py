@@ -168,6 +168,12 @@ class CachedDataModule(PairsDataModule):
         same_sizes = len(set(self.sizes)) == 1 and not self.choices.reference_dropout
         return same_sizes and len({prompt.text_tokens for prompt in prompts}) == 1
 
+    def batch_kinds(self) -> list[Size]:
+        if not self.equal_text:
+            return super().batch_kinds()
+        lengths = [sample.prompts[0].text_tokens for sample in self.encoded]
+        return [(images, (*names, f"{n} text tokens")) for (images, names), n in zip(self.sizes, lengths, strict=True)]
+
     def alike(self, index: int, draw: int) -> Hashable:
         prompts = self.encoded[index].chosen_prompts(self.choices, draw) if self.equal_text else []
         return super().alike(index, draw), *(prompt.text_tokens for prompt in prompts)

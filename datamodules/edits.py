@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datamodules.base import Model, PromptData, model_of
@@ -25,7 +26,7 @@ from datamodules.images.folders import (
     stem_of,
     text_prompts,
 )
-from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
 
 log = logging.getLogger("retouch")
 
@@ -145,6 +146,9 @@ class EditsDataModule(PromptData):
     def configure_for(self, model: Model) -> None:
         """Raise a UserError if the model takes fewer or more images than there are."""
         name, images = model.base.name, model.condition_images
+        if model.geometry.equal_text:  # prompts sampled together would have to be of one length
+            prompts = [(edit.paths, *one) for edit in self.edits for one in zip(edit.keys, edit.prompts, strict=True)]
+            self.edits = [PromptedImage(paths, [key], [prompt]) for paths, key, prompt in prompts]
         self.condition_images, self.resolution = images, model.geometry.resolution
         for side, pixels in (("height", self.height), ("width", self.width)):
             if pixels and pixels % model.geometry.result_multiple:
@@ -177,6 +181,21 @@ class EditsDataModule(PromptData):
         wanted = [(prompt, edit.paths if sees else ()) for edit in mine for prompt in (*edit.prompts, *negative)]
         return list(dict.fromkeys(wanted))
 
+    def prompt_images(self, paths: Sequence[Path]) -> list[Tensor]:
+        return self.condition_images.load(paths, self._windows(paths)[0])[1]
+
+    def _windows(self, paths: Sequence[Path]) -> tuple[list[Window], tuple[int, int]]:
+        """Return the windows of images, and the (width, height) that is sampled."""
+        # By the size of the file, as of the result: the decoded image may already be reduced.
+        window_of = self.condition_images.alone if len(paths) == 1 else self.condition_images.window
+        windows = [window_of(*image_size(path), self.max_area) for path in paths]
+        # On another grid the control would be seen with a zoom.
+        own = windows[0].size if paths else (self.resolution, self.resolution)
+        size = self.width or own[0], self.height or own[1]
+        if self.condition_images.fits_target:
+            windows = [self.condition_images.fitted(image_size(path), size) for path in paths]
+        return windows, size
+
     def share(self) -> list[PromptedImage]:
         """Return the edits of this process."""
         return self.edits[self.run.global_rank :: self.run.world_size]
@@ -191,14 +210,7 @@ class EditsDataModule(PromptData):
     def request(self, edit: PromptedImage) -> EditRequest:
         """Return an edit with its images decoded."""
         paths, keys, prompts = edit
-        # By the size of the file, as of the result: the decoded image may already be reduced.
-        window_of = self.condition_images.alone if len(paths) == 1 else self.condition_images.window
-        windows = [window_of(*image_size(path), self.max_area) for path in paths]
-        # On another grid the control would be seen with a zoom.
-        own = windows[0].size if paths else (self.resolution, self.resolution)
-        size = self.width or own[0], self.height or own[1]
-        if self.condition_images.fits_target:
-            windows = [self.condition_images.fitted(image_size(path), size) for path in paths]
+        windows, size = self._windows(paths)
         controls, prompt_images = self.condition_images.load(paths, windows)
         images = [printable(str(path)) for path in paths]
         return EditRequest(

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from types import TracebackType
@@ -71,6 +71,7 @@ class PairDataset(Dataset[RawBatch]):
             prompt_images=[prompt_images],
             preserve_prompts=[others[choices.preserved(draw, len(others))]] if others else [],
             dropped=[caption is None],
+            has_first=kept[:1] == (0,),
         )
 
 
@@ -85,7 +86,7 @@ def collate_pixels(samples: list[RawBatch]) -> RawBatch:
         elif isinstance(first, Tensor):
             joined[name] = torch.cat(values)
         else:
-            joined[name] = first if first is None else list(chain.from_iterable(values))
+            joined[name] = list(chain.from_iterable(values)) if isinstance(first, list) else first
     return RawBatch(**joined)
 
 
@@ -196,13 +197,14 @@ class PairsDataModule(DataModule):
 
     def configure_for(self, model: Model) -> None:
         """Check and load images as this model takes them."""
-        self.sample_set.configure_for(model.base.name, model.condition_images, model.geometry.side_multiple)
+        images, rate = model.condition_images, self.choices.reference_dropout
+        if rate and (images.least or images.most == 0):
+            why = "needs a condition image for each prompt" if images.least else "takes no condition images"
+            raise UserError(f"data.reference_dropout={rate:g}: {model.base.name} {why}. Set it to 0.")
+        if rate:  # so that samples look alike with and without them
+            images = replace(images, whole_area=None)
+        self.sample_set.configure_for(model.base.name, images, model.geometry.side_multiple)
         self.equal_text = model.geometry.equal_text
-        if (rate := self.choices.reference_dropout) and model.condition_images.least:
-            raise UserError(
-                f"data.reference_dropout={rate:g}: {model.base.name} needs a condition image for each prompt. Set it "
-                "to 0."
-            )
         if model.objective is not None:
             self.needs_empty_prompt = model.objective.needs_empty_prompt
             self.preserve_prompts = model.objective.preserve_prompts
@@ -218,7 +220,9 @@ class PairsDataModule(DataModule):
         usable, notes = self.sample_set.check(found.samples)
         self.notes = [*found.notes, *notes]
         self.take(usable)
-        if self.needs_encoders and self.equal_text and self.batch_size > 1 and len(self.captions()) > 1:
+        texts = {*self.captions(), *([""] if self.choices.caption_dropout_rate else [])}
+        several = max(len(texts), len(self.preserve_prompts)) > 1
+        if self.needs_encoders and self.equal_text and self.batch_size > 1 and several:
             raise UserError(
                 f"data.batch_size={self.batch_size}: {self.sample_set.model} needs prompts of one length in a batch, "
                 "which is known once they are encoded. Use data=cached, or trainer.accumulate_grad_batches."
@@ -265,8 +269,13 @@ class PairsDataModule(DataModule):
 
     def note_buckets(self) -> None:
         """Note which buckets are smaller than a batch."""
-        full = {size: limit * self.run.world_size for size, limit in self.batch_limits().items()}
-        self.notes += bucket_notes(self.sizes, self.repeats, full, self.noun)
+        limits, kinds = self.batch_limits(), self.batch_kinds()
+        full = {kind: limits[size] * self.run.world_size for kind, size in zip(kinds, self.sizes, strict=True)}
+        self.notes += bucket_notes(kinds, self.repeats, full, self.noun)
+
+    def batch_kinds(self) -> list[Size]:
+        """Return the size of each view, with what else the views of a batch have in common."""
+        return self.sizes
 
     @property
     def drawn_sizes(self) -> list[Size]:

@@ -73,7 +73,7 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
 
     Args:
         sizes: for each sample, its size; the samples of a batch have the same.
-        alike: returns what they have in common besides, by (index of the sample, index of the draw); None for nothing.
+        alike: returns a second key that they share, by (index of the sample, index of the draw); None for none.
         batch_size: samples per batch and rank; or a number for each size.
         repeats: how often an epoch contains each sample; None for once.
         start: number of batches to skip, to resume a run.

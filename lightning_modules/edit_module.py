@@ -111,8 +111,8 @@ class EditModule(L.LightningModule, Family):
         self.base.check_files()
         if stage == "predict":
             self.base.timer.synchronize = self.base.device
-            prompts, load = PromptData.of(self.trainer).all_prompts(), self.condition_images.for_text
-            if self.encoder.prompts.keep(prompts, load, self.trainer.num_devices):
+            asked = PromptData.of(self.trainer)
+            if self.encoder.prompts.keep(asked.all_prompts(), asked.prompt_images, self.trainer.num_devices):
                 self.base.components.release(*self.text_components)
 
     def check(self) -> None:

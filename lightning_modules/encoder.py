@@ -86,6 +86,7 @@ class Encoder:
             rejected_mean=rejected[0],
             rejected_std=rejected[1],
             dropped=batch.dropped,
+            has_first=batch.has_first,
         )
 
     @torch.no_grad()

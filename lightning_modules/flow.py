@@ -155,6 +155,7 @@ class Noised(NamedTuple):
         controls: each (B, C, h, w).
         prompt: the text conditioning.
         rejected: (B, C, h, w) result to be liked less than x0; None if unknown.
+        edited: (B, C, h, w) control that x0 edits; None without one.
     """
 
     x0: Tensor
@@ -164,6 +165,7 @@ class Noised(NamedTuple):
     controls: list[Tensor]
     prompt: Mapping[str, Tensor]
     rejected: Tensor | None = None
+    edited: Tensor | None = None
 
     @property
     def x_t(self) -> Tensor:
@@ -221,13 +223,14 @@ class FlowMatching:
             assert std is not None
             return normalize(mean.float() + std.float() * latent_eps)
 
-        rejected = batch.rejected_mean
+        rejected, controls = batch.rejected_mean, [normalize(control.float()) for control in batch.controls]
         return Noised(
             drawn(mean, batch.target_std),
             normalize(mean.float()),
             eps,
             t,
-            [normalize(control.float()) for control in batch.controls],
+            controls,
             batch.prompt,
             None if rejected is None else drawn(rejected, batch.rejected_std),
+            controls[0] if controls and batch.has_first else None,
         )

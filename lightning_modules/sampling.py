@@ -190,7 +190,7 @@ class Sampler:
             **{name: tensor.to(base.device) for name, tensor in conditioning.items()},
             "num_inference_steps": sampling.num_inference_steps,
             **self.family.sampling_rules.scales(sampling),
-            **self.family.sampling_arguments(sampling, (self._source or base.source).pipeline_index()),
+            **self.family.sampling_arguments(sampling, base.index | (self._source or base.source).pipeline_index()),
         }
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         pipeline, self._samples = self.pipeline(), True

@@ -1,6 +1,8 @@
 """Optional references: samples with none, one or several condition images in one data set, and dropped ones."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +59,7 @@ def opened(repositories, model, roots, tmp_path, *more):
 def test_samples_of_a_mixed_set_have_the_losses_of_sets_of_one_kind(repositories, kinds, tmp_path, model):
     module, mixed = opened(repositories, model, kinds, tmp_path)
     assert mixed.describe().startswith("6 samples (2 with no, 2 with 1, 2 with 2 condition images) of ")
-    assert "2 samples have no condition image: they are learned from text only" in mixed.notes
+    assert "2 samples have no condition image: they are text to image" in mixed.notes
     with torch.no_grad():
         together = torch.cat([losses(module, mixed.reader(False)([(place, place)])) for place in range(6)])
         alone = []
@@ -157,18 +159,50 @@ def test_empty_cells_of_a_table_are_samples_without_a_reference(tmp_path, reposi
 
 def test_samples_without_any_reference_are_no_edits(refuses, kinds):
     refuses(root=f"[{kinds[0]},{kinds[0]}]", words="images, but no condition images in ")
+    refuses(root=kinds[0] / "training_images", words="images, but no condition images in ")
     weighted = ["data=captions", "objective.edit_weight.floor=0.5"]
     refuses(
         *weighted, root=kinds[0], words="floor=0.5 weights differences from the edited image, and no sample has one"
     )
 
 
-def test_reference_dropout_is_refused_where_it_cannot_work(refuses, repositories):
+def test_root_without_controls_is_its_targets_alone(repositories, kinds, tmp_path):
+    """Neither a folder of controls that is named wrongly nor rejected images become targets; val_root may be such."""
+    for name in ("ctrl", "rejected_images"):
+        shutil.copytree(kinds[0] / "training_images", kinds[0] / name)
+    cfg = compose("train", *settings(repositories, "flux_kontext", kinds[1:2], tmp_path, f"data.val_root={kinds[0]}"))
+    data = instantiate(cfg.data, _convert_="all")
+    data.configure_for(instantiate(cfg.model))
+    data.scan()
+    assert [len(sample.controls) for sample in data.samples] == [1, 1]
+    assert data.validation is not None
+    held_out = data.validation.samples
+    assert {Path(str(sample.target)).parent.name for sample in held_out} == {"training_images"}
+    assert all(sample.rejected is not None and not sample.controls for sample in held_out)
+    assert any("ctrl" in note for note in data.notes)
+
+
+def test_edit_is_compared_with_the_first_reference_only(repositories, kinds, tmp_path):
+    """Where the first is dropped, the second is not the image that was edited."""
+    module, data = opened(repositories, "flux_kontext", [kinds[2]], tmp_path, "data.reference_dropout=0.5")
+    draws = {data.choices.references(draw, 2): draw for draw in range(40)}
+    read = data.reader(False, data.choices)
+    for kept, draw in draws.items():
+        noised = module.flow.noised(read([(0, draw)]), 1.0, module.normalize)
+        assert len(noised.controls) == len(kept)
+        assert (noised.edited is not None) == (0 in kept)
+        raw = PairDataset(data.views, data.sample_set.condition_images, data.choices)[0, draw]
+        assert raw.has_first == (0 in kept)
+    assert len(draws) == 4
+
+
+def test_reference_dropout_is_refused_where_it_cannot_work(refuses, repositories, kinds):
     def of(model):
         where = f"model.pretrained_model_name_or_path={repositories[model]}"
         return [f"model={model}", where, *MODELS[model].settings, "data.reference_dropout=0.1"]
 
-    refuses(*of("qwen_image_edit"), words="data.reference_dropout=0.1: ")
+    refuses(*of("qwen_image_edit"), words="needs a condition image for each prompt. Set it to 0.")
+    refuses(*of("z_image"), "data=captions", root=kinds[0], words="takes no condition images. Set it to 0.")
     refuses("data.reference_dropout=2", words="data.reference_dropout=2")
     slider = ["objective=slider", "data.reference_dropout=0.1"]
     refuses(*slider, words="objective=slider needs one condition image for each target, and a sample of 32x32 has 0")
@@ -180,9 +214,10 @@ def test_equal_text_lengths_need_a_cache(repositories, kinds, tmp_path):
     data.equal_text = True
     lengths = (3, 5, 3, 5, 3, 5)
     data.encoded = [
-        one._replace(prompts=[one.prompts[0]._replace(text_tokens=length)], empty_prompt=one.empty_prompt)
+        one._replace(prompts=[one.prompts[0]._replace(text_tokens=length)])
         for one, length in zip(data.encoded, lengths, strict=True)
     ]
+    assert data.batch_kinds()[0][1] == ("3 text tokens",), "named where they fill no batch"
     empty = data.encoded[0].empty_prompt.text_tokens
     for index in range(6):
         for draw in range(20):
@@ -191,11 +226,17 @@ def test_equal_text_lengths_need_a_cache(repositories, kinds, tmp_path):
     streamed = compose(
         "train", *settings(repositories, "flux_kontext", kinds, tmp_path, "data.cache_dir=null", "data.batch_size=2")
     )
-    pictures = instantiate(streamed.data, _convert_="all")
-    pictures.configure_for(module)
-    pictures.equal_text = True
-    with pytest.raises(UserError, match=r"data\.batch_size=2: .* needs prompts of one length in a batch"):
-        pictures.scan()
+    for path in tmp_path.glob("*/training_images/*.txt"):
+        path.write_text("snow")
+    for rate in (0.0, 0.3):  # one caption, and the empty prompt as well
+        pictures = instantiate(streamed.data, _convert_="all", caption_dropout_rate=rate)
+        pictures.configure_for(module)
+        pictures.equal_text = True
+        if rate == 0:
+            pictures.scan()
+            continue
+        with pytest.raises(UserError, match=r"data\.batch_size=2: .* needs prompts of one length in a batch"):
+            pictures.scan()
 
 
 @pytest.mark.slow

@@ -246,15 +246,17 @@ def notes_on(
         counts[f"{noun} have fewer than {side}x{side} pixels, kept as small (data.upscale=true enlarges them)"] += small
         counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
         counts["captions are empty"] += sum(not prompt for prompt in prompts)
-        counts[f"{noun} have no condition image: they are learned from text only"] += mixed and len(own) == 1
+        counts[f"{noun} have no condition image: they are text to image"] += mixed and len(own) == 1
         literal = any(TRIGGER in prompt for prompt in prompts)
         counts[f"{noun} have {TRIGGER} in the captions: data.trigger_word=WORD puts a word there"] += literal
         sided = framing.flip and any(map(SIDED.search, prompts))
         counts[f"{noun} have left or right in the captions, wrong for the mirrored images of data.flip=true"] += sided
-        hint = "" if root.alpha_mask else ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
-        alpha = any(one.alpha for one in own)
-        effect = "which this model learns" if framing.condition_images.alpha else "whose transparent parts become white"
-        counts[f"{noun} have an alpha channel, {effect}{hint}"] += alpha
+        effect = "whose transparent parts become white"
+        if framing.condition_images.alpha:
+            effect = "which this model learns"
+        elif not root.alpha_mask:
+            effect += ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
+        counts[f"{noun} have an alpha channel, {effect}"] += any(one.alpha for one in own)
     notes = [count_of(count, text) for text, count in counts.items() if count]
     if crops := [view.cropped for view in views if view.cropped]:
         share = f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"

@@ -139,6 +139,8 @@ class SampleSet:
                 images than they have.
         """
         found = self.scan()
+        if found.samples and found.without_controls and not any(sample.controls for sample in found.samples):
+            raise UserError(found.without_controls)
         most, least, data = self.condition_images.most, self.condition_images.least, f"of data.root={self.paths[0]}"
         if most == 0 and (some := [one.key for one in found.samples if one.controls]):
             raise UserError(
@@ -150,7 +152,7 @@ class SampleSet:
         if bare and len(bare) == len(found.samples):
             raise UserError(
                 f"{self.model} edits images, but {listing(bare)} {data} have no condition image: use data=cached with "
-                "pairs, or model=flux_dev, qwen_image or z_image with data=captions"
+                "pairs, or model=flux_dev, qwen_image, z_image or krea2 with data=captions"
             )
         if most and (many := [f"{one.key} ({len(one.controls)})" for one in found.samples if len(one.controls) > most]):
             limit = self.condition_images.limit

@@ -155,16 +155,19 @@ class Found:
         incomplete: a line about each incomplete one.
         notes: a line about each thing that was found and not read.
         form: the setting of `FORMS` that applies to the root, or "".
+        without_controls: the error if no sample of the data set has a condition image; "" if none need have one.
     """
 
     samples: list[Sample]
     incomplete: list[str]
     notes: tuple[str, ...] = ()
     form: str = ""
+    without_controls: str = ""
 
     def plus(self, other: "Found") -> "Found":
         """Return both results as one."""
-        return Found(self.samples + other.samples, self.incomplete + other.incomplete, self.notes + other.notes)
+        lists = self.samples + other.samples, self.incomplete + other.incomplete, self.notes + other.notes
+        return Found(*lists, without_controls=self.without_controls)
 
 
 # A function that finds the samples of some roots.

@@ -33,15 +33,15 @@ def find_samples(roots: Iterable[Root]) -> Found:
     or rows with an empty cell.
 
     Raises:
-        UserError: a root does not exist or has a table that cannot be used, or no sample has a condition image.
+        UserError: a root does not exist, or has a table that cannot be used.
     """
     found = scan_roots(roots := list(roots), _pairs)
-    if found.samples and not any(sample.controls for sample in found.samples):
-        raise UserError(
-            f"data.root={listing([str(root.path) for root in roots])}: images, but no condition images in "
-            f"{'/'.join(CONTROL_FOLDERS)}, which editing needs. To train on images and captions: data=captions"
-        )
-    return found
+    message = (
+        f"data.root={listing([str(root.path) for root in roots])}: images, but no condition images in "
+        f"{'/'.join(CONTROL_FOLDERS)} or in a table, which editing needs. To train on images and captions: "
+        "data=captions"
+    )
+    return replace(found, without_controls=message)
 
 
 def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
@@ -90,7 +90,9 @@ def _pairs(root: Root) -> Found:
     if images and root.pair_suffixes is not None:
         control, target = root.pair_suffixes
         raise UserError(f"data.root={path}: no pairs named X{control} and X{target} among its images")
-    if targets is not None or images:
+    if targets is not None:
+        return _paired_folders(path, targets, [], root)
+    if images:
         return note_unread(_images_below(path, root, root.require_prompt), path)
     raise UserError(
         f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for folders {'/'.join(TARGET_FOLDERS)} "

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.decoding import Sides, floor_size, image_size, open_image, shrunk, size_of_area, to_tensor
+from datamodules.images.decoding import Sides, floor_size, open_image, shrunk, size_of_area, to_tensor
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
@@ -207,7 +207,9 @@ class ConditionImages:
         return window._replace(box=(left + across, top + down, right - across, bottom - down), size=size)
 
     def load(self, paths: Sequence[ImageFile], windows: Sequence[Window]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return images for the autoencoder, each (1, C, h, w) in [-1, 1], and for the text encoder, as `for_text`.
+        """Return images for the autoencoder, each (1, C, h, w) in [-1, 1], and for the text encoder.
+
+        The latter are (C, h, w) in 8 bits; none if it sees no images.
 
         Args:
             windows: the part of each, at the autoencoder's size.
@@ -219,11 +221,6 @@ class ConditionImages:
         images = [open_image(path, area, alpha=self.alpha) for path, area in zip(paths, used, strict=True)]
         pixels = [to_tensor(window.of(image))[None] for window, image in zip(windows, images, strict=True)]
         return pixels, self._for_text(images, windows)
-
-    def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
-        """Return whole images for the text encoder, each (C, h, w) in 8 bits; none if it sees no images."""
-        images = [open_image(path) for path in paths] if self.text_sees_them else []
-        return self._for_text(images, [Window.whole(image.size) for image in images])
 
     def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
         area = self.condition_image_size
@@ -244,9 +241,6 @@ class SeenByBoth(ConditionImages):
     @property
     def text_sees_them(self) -> bool:
         return True
-
-    def for_text(self, paths: Sequence[ImageFile]) -> list[Tensor]:
-        return self.load(paths, [self.window(*image_size(path)) for path in paths])[1]
 
     def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
         return [_in_8_bits(self._seen(window.of(image))) for image, window in zip(images, windows, strict=True)]

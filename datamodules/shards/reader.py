@@ -224,6 +224,7 @@ class LatentReader:
             rejected_std=tensors.get("rejected_std"),
             preserve_prompt=stack_padded([self._read(place) for place in preserved[0]]) if preserved else {},
             dropped=[caption is None for caption in captions],
+            has_first=kept[:1] == (0,),
         )
 
     def _read(self, place: Place) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ class FullFineTuning(Adapter):
 
 
 def _forget_origin(config: Path) -> None:
-    """Remove what diffusers recorded as the origin of the model, or in a modular pipeline's index of its components."""
+    """Remove the recorded origin of a model, or of the components in a modular pipeline's index."""
     settings = json.loads(config.read_text(encoding="utf-8"))
     here = {name: one for name, one in settings.items() if (config.parent / name).is_dir()}
     origins = [entry[2] for entry in here.values() if len(entry) == 3]

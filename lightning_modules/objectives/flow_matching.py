@@ -130,8 +130,8 @@ class Preservation:
         leave it as the base does; else it is the target.
         """
         x0 = noised.x0
-        if noised.controls and noised.controls[0].shape == x0.shape:
-            x0 = noised.controls[0]
+        if noised.edited is not None and noised.edited.shape == x0.shape:
+            x0 = noised.edited
         inputs = noised.x_t_of(x0), noised.t, noised.controls, batch.preserve_prompt
         base = model.base(*inputs)
         return self.weight * flow_loss(model(*inputs), base)
@@ -224,8 +224,8 @@ class FlowMatchingObjective(Objective):
         weights = None
         if batch.mask is not None:
             weights = self.mask_outside + (1 - self.mask_outside) * area_weights(batch.mask, error)
-        if self.edit_floor < 1 and noised.controls:
-            by_edit = self.edit_floor + (1 - self.edit_floor) * edit_region(noised.mean, noised.controls[0])
+        if self.edit_floor < 1 and noised.edited is not None:
+            by_edit = self.edit_floor + (1 - self.edit_floor) * edit_region(noised.mean, noised.edited)
             weights = by_edit if weights is None else weights * by_edit
         return weights
 
@@ -233,8 +233,8 @@ class FlowMatchingObjective(Objective):
         """Return the region of the edit, (B, 1, h, w) from 0 to 1: the mask, or the changes; else everything."""
         if batch.mask is not None:
             return area_weights(batch.mask, error)
-        if noised.controls:
-            return edit_region(noised.mean, noised.controls[0])
+        if noised.edited is not None:
+            return edit_region(noised.mean, noised.edited)
         return torch.ones_like(error)
 
     def passes(self, step: int) -> Passes:

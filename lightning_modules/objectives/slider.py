@@ -82,10 +82,12 @@ def exchanged(noised: Noised, sign: Tensor) -> Noised:
     """Exchange control and target where the sign (B,) is negative."""
     backwards = sign.view(-1, 1, 1, 1) < 0
     [control] = noised.controls
+    edited = torch.where(backwards, noised.mean, control)
     return noised._replace(
         x0=torch.where(backwards, control, noised.x0),
         mean=torch.where(backwards, control, noised.mean),
-        controls=[torch.where(backwards, noised.mean, control)],
+        controls=[edited],
+        edited=edited,
     )
 
 

@@ -33,8 +33,6 @@ USUAL = {
 }
 # Files of weights, whether they are read or not.
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
-
-
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 
 
@@ -42,9 +40,14 @@ def models_for(class_name: str | None) -> str:
     """Return the models in conf/ for a pipeline or transformer of diffusers, as settings to choose; "" if none is."""
     found = []
     for path in sorted(MODELS.glob("[!_]*.yaml")):
-        if target := re.search(r"^_target_: (\S+)\.(\w+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
-            family = getattr(importlib.import_module(target[1]), target[2])
-            found += [path.stem] if class_name in (family.pipeline_name, family.transformer_class) else []
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"^pretrained_model_name_or_path: \S+/\S+$", text, re.MULTILINE):
+            continue  # a variant of a model, such as its precision
+        while not (target := re.search(r"^_target_: (\S+)\.(\w+)$", text, re.MULTILINE)):
+            [parent] = re.findall(r"^  - (?!_)(\w+)$", text, re.MULTILINE)
+            text = (MODELS / f"{parent}.yaml").read_text(encoding="utf-8")
+        family = getattr(importlib.import_module(target[1]), target[2])
+        found += [path.stem] if class_name in (family.pipeline_name, family.transformer_class) else []
     return f"model={' or '.join(found)}" if found else ""
 
 

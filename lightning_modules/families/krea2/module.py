@@ -44,7 +44,7 @@ NATIVE_NAMES = NativeNames(
     },
     readers="krea2",
 )
-# As those that Qwen3-VL's processor has, which is not in the repository.
+# Settings of Qwen3-VL's processor, which is not in the repository.
 PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 256**2, "longest_edge": 4096**2}}
 
 

@@ -99,7 +99,7 @@ class QwenImage21(QwenLatents):
     # Prediction
 
     def sampling_arguments(self, sampling: Sampling, index: Mapping[str, Any]) -> dict[str, Any]:
-        # The pipeline would ignore num_inference_steps for its own steps: these are for as many only.
+        # The pipeline would always use its own steps; here only if num_inference_steps is their number.
         own = index.get("sample_sigmas") or []
         sigmas = {"sigmas": own} if len(own) == sampling.num_inference_steps else {}
         # The cache holds the first step's keys and values of text and images, but a T-LoRA changes with the steps.

@@ -266,7 +266,6 @@ def test_images_below_belong_to_it_but_not_hidden_ones_and_links_are_read_once(a
     ("find", "names", "message"),
     [
         (found_in, ["training_images/a.png", "control_images/a.png", "control_images/a.jpg"], "two images of one name"),
-        (found_in, ["weekend.png", "kick_start.png", "a.png", "a.txt"], "images, but no condition images"),
         (captioned_in, [], "no such folder"),
         (captioned_in, ["notes.md"], r"no images \(.bmp"),
         (captioned_in, ["training_images/a.png", "control_images/a.png"], "is a set of pairs"),

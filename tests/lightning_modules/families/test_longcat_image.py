@@ -78,7 +78,7 @@ def test_shapes_of_prompts_are_known_without_weights(module, tmp_path):
     big = HalvedForText(1, 1, vae_image_size=512 * 512)
     [own] = module.prompt_shapes({"joint_attention_dim": 32}, PROMPTS[0], [big.size(*image.size)]).values()
     image.save(tmp_path / "x.png")
-    seen = big.for_text([tmp_path / "x.png"])
+    seen = big.load([tmp_path / "x.png"], [big.window(*image.size)])[1]
     assert module.encode_prompt(module.base.components, PROMPTS[0], seen)["prompt_embeds"].shape == own
 
 
