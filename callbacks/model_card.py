@@ -9,6 +9,7 @@ from callbacks import find_callback
 from callbacks.progress import training_facts
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
+from datamodules.images.resizing import has_edits
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.compatibility import Reader, readers
@@ -77,7 +78,7 @@ class ModelCard(L.Callback):
         measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
         settings |= {name: str(value) for name, value in module.encoding_settings().items()}
-        edits, captions = data.noun != "images", data.captions().most_common()
+        edits, captions = has_edits(data.sizes), data.captions().most_common()
         caption = one_line(captions[0][0]) if captions else ""
         render(
             folder / README,

@@ -128,8 +128,7 @@ class SampleImages(L.Callback):
             for number, (controls, target, size, latents, box) in enumerate(self._shown, start=1):
                 note(f"sampling {number}/{len(self._shown)}")
                 latents = module.encoder.refresh_prompt_embeds(latents.to(module.base.device), self.negative_prompt)
-                left, top, right, bottom = box or (0, 0, *size)
-                result = module.sampler.sample(latents, self.sampling, size, [self.seed])[..., top:bottom, left:right]
+                result = module.sampler.sample(latents, self.sampling, size, [self.seed], box)
                 made.append(Made(latents.keys[0], " ".join(latents.prompts), controls, target, result.cpu()))
         self.results = of_all(trainer, made)
         if not (trainer.is_global_zero and self.results):

@@ -163,7 +163,7 @@ class CachedDataModule(PairsDataModule):
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         prompts = {prompt for sample in self.encoded for prompt in (*sample.prompts, *sample.preserved)}
-        if self.choices.caption_dropout_rate or self.needs_empty_prompt:
+        if self.uses_empty_prompt:
             prompts |= {sample.empty_prompt for sample in self.encoded}
         same_sizes = len(set(self.sizes)) == 1 and not self.choices.reference_dropout
         return same_sizes and len({prompt.text_tokens for prompt in prompts}) == 1
@@ -175,7 +175,7 @@ class CachedDataModule(PairsDataModule):
         return [(images, (*names, f"{n} text tokens")) for (images, names), n in zip(self.sizes, lengths, strict=True)]
 
     def alike(self, index: int, draw: int) -> Hashable:
-        prompts = self.encoded[index].chosen_prompts(self.choices, draw) if self.equal_text else []
+        _, prompts = self.encoded[index].chosen_prompts(self.choices, draw) if self.equal_text else (None, [])
         return super().alike(index, draw), *(prompt.text_tokens for prompt in prompts)
 
     def reader(self, empty_prompt: bool, choices: Choices = FIRST) -> LatentReader:

@@ -71,7 +71,7 @@ class PairDataset(Dataset[RawBatch]):
             prompt_images=[prompt_images],
             preserve_prompts=[others[choices.preserved(draw, len(others))]] if others else [],
             dropped=[caption is None],
-            has_first=kept[:1] == (0,),
+            has_first=0 in kept,
         )
 
 
@@ -208,6 +208,11 @@ class PairsDataModule(DataModule):
         if model.objective is not None:
             self.needs_empty_prompt = model.objective.needs_empty_prompt
             self.preserve_prompts = model.objective.preserve_prompts
+
+    @property
+    def uses_empty_prompt(self) -> bool:
+        """Whether training uses the empty prompt's conditioning, in place of captions or besides them."""
+        return self.choices.caption_dropout_rate > 0 or self.needs_empty_prompt
 
     def setup(self, stage: str) -> None:
         self.configure_for(model_of(self.run))
@@ -375,8 +380,7 @@ class PairsDataModule(DataModule):
 
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         """Return whether all batches are known to have the same shapes before prompts are encoded."""
-        empty = self.choices.caption_dropout_rate > 0 or self.needs_empty_prompt
-        more = [*self.preserve_prompts, *([""] if empty else [])]
+        more = [*self.preserve_prompts, *([""] if self.uses_empty_prompt else [])]
         kinds = {(view.size, prompt) for view in self.views for prompt in (*view.sample.prompts, *more)}
         shapes = {(size, str(prompt_shapes(prompt, list(size[0][1:])))) for size, prompt in kinds}
         return len(shapes) == 1 and not self.choices.reference_dropout

@@ -32,7 +32,7 @@ class Choices(NamedTuple):
 
     def caption(self, draw: int, captions: int) -> int | None:
         """Return the index of a draw's caption; None where it is dropped."""
-        if self._shares(DROPPED, draw, 1, self.caption_dropout_rate)[0]:
+        if self._drops(DROPPED, draw, 1, self.caption_dropout_rate)[0]:
             return None
         return self._index(CAPTIONS, draw, captions)
 
@@ -42,7 +42,7 @@ class Choices(NamedTuple):
 
     def references(self, draw: int, images: int) -> tuple[int, ...]:
         """Return the indices of the condition images that a draw keeps."""
-        dropped = self._shares(REFERENCES, draw, images, self.reference_dropout)
+        dropped = self._drops(REFERENCES, draw, images, self.reference_dropout)
         return tuple(index for index, one in enumerate(dropped) if not one)
 
     def _index(self, kind: int, draw: int, count: int) -> int:
@@ -50,7 +50,8 @@ class Choices(NamedTuple):
             return 0
         return int(np.random.default_rng((self.seed, kind, draw)).integers(count))
 
-    def _shares(self, kind: int, draw: int, count: int, rate: float) -> Sequence[bool]:
+    def _drops(self, kind: int, draw: int, count: int, rate: float) -> Sequence[bool]:
+        """Return for each of `count` inputs whether a draw drops it."""
         if self.seed is None or not rate:
             return [False] * count
         return (np.random.default_rng((self.seed, kind, draw)).random(count) < rate).tolist()

@@ -156,7 +156,7 @@ def stock_pipeline(name: str) -> Any:
     return getattr(diffusers, name)
 
 
-def text_pipeline(name: str, parts: Parts, components: Sequence[str], settings: Mapping[str, Any] | None = None) -> Any:
+def text_pipeline(name: str, parts: Parts, components: Sequence[str]) -> Any:
     """Return a pipeline of diffusers with these components only; its language model computes no logits."""
     used = dict.fromkeys(("scheduler", "vae", "transformer", "text_encoder")) | {one: parts[one] for one in components}
     if used["text_encoder"] is not None:

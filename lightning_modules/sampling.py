@@ -134,9 +134,8 @@ class Sampler:
             self.loras.set_scale(self.transformer, scale)
             seconds["denoise"] = seconds["decode"] = 0.0
             chosen = choose_samples(latents, [row for row, _ in together])
-            left, top, right, bottom = request.box
-            images = self.sample(chosen, self.sampling, request.size, [seed for _, (_, seed) in together])
-            images = images[..., top:bottom, left:right]
+            seeds = [seed for _, (_, seed) in together]
+            images = self.sample(chosen, self.sampling, request.size, seeds, request.box)
             shared = {name: seconds[name] / len(together) for name in ("denoise", "decode")}
             for pixels, (row, (number, seed)) in zip(images.split(1), together, strict=True):
                 yield pixels, self._record(request, row, number, seed, scale, seconds | shared)
@@ -174,13 +173,21 @@ class Sampler:
         }
 
     @torch.no_grad()
-    def sample(self, batch: LatentBatch, sampling: Sampling, size: tuple[int, int], seeds: Sequence[int]) -> Tensor:
+    def sample(
+        self,
+        batch: LatentBatch,
+        sampling: Sampling,
+        size: tuple[int, int],
+        seeds: Sequence[int],
+        box: tuple[int, int, int, int] | None = None,
+    ) -> Tensor:
         """Sample an image for each sample, (B, C, H, W) about [-1, 1], as the stock pipeline does for its seed.
 
         Guidance is away from the batch's `empty_prompt`.
 
         Args:
             size: (width, height).
+            box: the part of each image that is kept: left, top, right, bottom; None for all of it.
         """
         base = self.base
         controls = [self.family.normalize(control) for control in batch.controls]
@@ -208,7 +215,10 @@ class Sampler:
                 "note: an image has values that are not finite, shown black. Some schedulers divide by zero with "
                 f"num_inference_steps=1 (here {sampling.num_inference_steps}); otherwise the weights have diverged"
             )
-        return pixels
+        if box is None:
+            return pixels
+        left, top, right, bottom = box
+        return pixels[..., top:bottom, left:right]
 
 
 def choose_samples(batch: LatentBatch, chosen: Sequence[int]) -> LatentBatch:

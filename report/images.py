@@ -143,8 +143,13 @@ def sample_files(run: RunFolder, last: float = math.inf) -> dict[int, dict[str, 
 def last_strips(run: RunFolder, last: float = math.inf) -> Iterator[Strip]:
     """Yield the sample images of a run's last step, or of the last one up to a step; edited images first."""
     samples = sample_files(run, last)
-    strips = map(read_strip, samples[max(samples)].values() if samples else ())
-    yield from sorted(strips, key=lambda strip: not strip.controls)
+    from_text = []
+    for strip in map(read_strip, samples[max(samples)].values() if samples else ()):
+        if strip.controls:
+            yield strip
+        else:
+            from_text.append(strip)
+    yield from from_text
 
 
 def write_grid(run: RunFolder, path: Path, last: float = math.inf, most: int | None = None) -> bool:

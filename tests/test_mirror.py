@@ -197,7 +197,7 @@ def test_the_newer_side_replaces_the_other_unless_both_have_changed(mirror, else
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_run_that_is_killed_while_it_uploads_a_checkpoint_resumes(mirror, bucket, monkeypatch, arrives):
-    """It resumes whether or not the checkpoint has arrived."""
+    """The run resumes whether or not the checkpoint has arrived."""
     save(mirror.run, 2)
     mirror.upload()
     save(mirror.run, 4)

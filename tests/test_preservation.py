@@ -79,7 +79,7 @@ def test_which_prompt_a_sample_has_depends_on_seed_and_draw_alone():
 
 
 def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):
-    """It counts preserved prompts as well, for each sample if the text encoder sees the images."""
+    """Preserved prompts count as well, for each sample if the text encoder sees the images."""
     long = "objective.preserve.prompts=[" + "and rain " * 20 + "]"
     overrides = [*arguments("qwen_image_edit_plus", tmp_path / "run", 1), "data.max_tokens_per_batch=1000"]
     taken = []

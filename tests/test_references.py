@@ -183,7 +183,7 @@ def test_root_without_controls_is_its_targets_alone(repositories, kinds, tmp_pat
 
 
 def test_edit_is_compared_with_the_first_reference_only(repositories, kinds, tmp_path):
-    """Where the first is dropped, the second is not the image that was edited."""
+    """If the first reference is dropped, the second is not taken for the edited image."""
     module, data = opened(repositories, "flux_kontext", [kinds[2]], tmp_path, "data.reference_dropout=0.5")
     draws = {data.choices.references(draw, 2): draw for draw in range(40)}
     read = data.reader(False, data.choices)

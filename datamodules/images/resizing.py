@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +29,11 @@ SIDED = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 # Sizes of the target, then of each control; and which of `mask` and `rejected` a sample has, in the target's size.
 Size = tuple[tuple[Sides, ...], tuple[str, ...]]
 OWN_SIZE = ConditionImages()
+
+
+def has_edits(sizes: Iterable[Size]) -> bool:
+    """Return whether samples of any of these sizes have a condition image."""
+    return any(len(images) > 1 for images, _ in sizes)
 
 
 @dataclass(frozen=True)

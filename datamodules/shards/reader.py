@@ -70,11 +70,14 @@ class EncodedSample(NamedTuple):
         longest, own = (max(prompt.text_tokens for prompt in some) for some in (prompts, self.prompts))
         return self._replace(preserved=prompts, tokens=self.tokens + max(0, longest - own))
 
-    def chosen_prompts(self, choices: Choices, draw: int) -> list[Place]:
-        """Return the prompt of a draw and, in training, its preserved prompt if there are any."""
+    def chosen_prompts(self, choices: Choices, draw: int) -> tuple[int | None, list[Place]]:
+        """Return the index of a draw's caption, None where it is dropped, and the places of its prompts.
+
+        They are the prompt and, in training, a preserved prompt if there are any.
+        """
         caption = choices.caption(draw, len(self.prompts))
         others = self.preserved if choices.seed is not None else []
-        return [
+        return caption, [
             self.empty_prompt if caption is None else self.prompts[caption],
             *([others[choices.preserved(draw, len(others))]] if others else []),
         ]
@@ -198,9 +201,9 @@ class LatentReader:
         """Return the batch of these samples, which must be of one size: (index of the sample, index of the draw)."""
         samples = [self.samples[index] for index, _ in items]
         draws = [draw for _, draw in items]
-        both = list(zip(samples, draws, strict=True))
-        captions = [self.choices.caption(draw, len(sample.prompts)) for sample, draw in both]
-        prompts, *preserved = zip(*(sample.chosen_prompts(self.choices, draw) for sample, draw in both), strict=True)
+        chosen = [sample.chosen_prompts(self.choices, draw) for sample, draw in zip(samples, draws, strict=True)]
+        captions = [caption for caption, _ in chosen]
+        prompts, *preserved = zip(*(places for _, places in chosen), strict=True)
         empty = [sample.empty_prompt for sample in samples] if self.empty_prompt else []
         empty = empty[:1] if len(set(empty)) == 1 else empty
         tensors = stack_padded([self._read(sample.latents) for sample in samples])
@@ -224,7 +227,7 @@ class LatentReader:
             rejected_std=tensors.get("rejected_std"),
             preserve_prompt=stack_padded([self._read(place) for place in preserved[0]]) if preserved else {},
             dropped=[caption is None for caption in captions],
-            has_first=kept[:1] == (0,),
+            has_first=0 in kept,
         )
 
     def _read(self, place: Place) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch, copy_to
 from datamodules.errors import UserError
-from datamodules.images.resizing import Size
+from datamodules.images.resizing import Size, has_edits
 from lightning_modules.flow import Noised, area_weights, flow_loss, mean_over_positions
 from lightning_modules.objectives.objective import Objective, Passes
 from lightning_modules.prepare import Denoiser
@@ -179,7 +179,7 @@ class FlowMatchingObjective(Objective):
     def check_sizes(self, sizes: Sequence[Size]) -> None:
         if any("rejected" in names for _, names in sizes):
             log.info("note: samples have rejected images, which objective=dpo learns from; here they are unused")
-        edits = any(len(images) > 1 for images, _ in sizes)
+        edits = has_edits(sizes)
         if self.edit_floor < 1 and sizes and not edits:
             raise UserError(
                 f"objective.edit_weight.floor={self.edit_floor:g} weights differences from the edited image, and no "

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.support.krea2_editing import AREA, CONDITION, LENGTH, EditingKrea2
-from tests.support.references import Qwen
+from tests.support.references import GUIDED, Qwen
 
 
 class Krea2(Qwen):
@@ -54,7 +54,6 @@ class Krea2Edit(Krea2):
 
 SETTINGS = (f"model.max_sequence_length={LENGTH}",)
 EDIT = (*SETTINGS, f"model.resolution={math.isqrt(AREA)}", f"model.condition_image_size={CONDITION}")
-GUIDED = {"guidance_scale": 3.0, "negative_prompt": "blurry"}
 SHARED: dict[str, Any] = {"guided": GUIDED, "unguided": {"guidance_scale": 0.0}, "length": LENGTH}
 # By name of the YAML, and of the scheme if it is not the YAML's.
 KREA2_REFERENCES = {

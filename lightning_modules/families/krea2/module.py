@@ -78,14 +78,14 @@ class Krea2(QwenLatents):
             raise UserError(f"model.edit_scheme={edit_scheme}: choose {', '.join(SCHEMES)}, or null for text to image")
         if edit_scheme is not None and condition_image_size is None:
             raise UserError("model.condition_image_size=null: the text encoder sees each reference. Set an area.")
-        self.edit_scheme = edit_scheme
-        if edit_scheme is not None:
+        self.edit_scheme, self.scheme = edit_scheme, SCHEMES.get(edit_scheme or "")
+        if self.scheme is not None:
             self.condition_images = ConditionImages(
                 condition_image_size=condition_image_size,
                 most_area=self.geometry.resolution**2,
-                fits_target=SCHEMES[edit_scheme].fitted,
+                fits_target=self.scheme.fitted,
             )
-            self.latent_pipeline = type(LatentKrea2.__name__, (LatentKrea2,), {"scheme": SCHEMES[edit_scheme]})
+            self.latent_pipeline = type(LatentKrea2.__name__, (LatentKrea2,), {"scheme": self.scheme})
 
     def encoding_settings(self) -> dict[str, Any]:
         size = self.condition_images.condition_image_size
@@ -107,7 +107,7 @@ class Krea2(QwenLatents):
 
     def _states(self, pipeline: Any, prompt: str, images: list[Tensor], device: torch.device) -> Tensor:
         """Return the outputs of the chosen layers (L, layers, D) for images, prompt and end of the template."""
-        if self.edit_scheme is None or not images:
+        if self.scheme is None or not images:
             states, mask = pipeline.get_text_hidden_states(prompt, self.max_sequence_length, device)
             return states[mask]
         from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
@@ -116,7 +116,7 @@ class Krea2(QwenLatents):
         patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
         pixels = Qwen2VLImageProcessor(**PIXELS, **patches, temporal_patch_size=vision.temporal_patch_size)
         processor = Qwen3VLProcessor(pixels, pipeline.tokenizer, Qwen3VLVideoProcessor())
-        label = SCHEMES[self.edit_scheme].label
+        label = self.scheme.label
         slots = [f"{label.format(i)}<|vision_start|><|image_pad|><|vision_end|>" for i in range(1, len(images) + 1)]
         chat = [pipeline.prompt_template_encode_prefix, *slots, prompt, pipeline.prompt_template_encode_suffix]
         seen = processor(text=["".join(chat)], images=images, return_tensors="pt").to(device)
@@ -125,7 +125,7 @@ class Krea2(QwenLatents):
         return states[0, pipeline.prompt_template_encode_start_idx :]
 
     def prompt_tokens(self, parts: Parts, prompts: list[str]) -> tuple[list[int], int] | None:
-        if self.edit_scheme is not None:  # with images they are not truncated
+        if self.scheme is not None:  # with images they are not truncated
             return None
         pipeline = text_pipeline(self.pipeline_name, parts, ["tokenizer"])
         chats = [pipeline.prompt_template_encode_prefix + prompt for prompt in prompts]
@@ -150,7 +150,7 @@ class Krea2(QwenLatents):
     def velocity(
         self, transformer: Any, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]
     ) -> Tensor:
-        if self.edit_scheme is None:
+        if self.scheme is None:
             return krea2_velocity(transformer, x_t, t, prompt)
-        with references(transformer, controls, x_t.shape[-2:], SCHEMES[self.edit_scheme]):
+        with references(transformer, controls, x_t.shape[-2:], self.scheme):
             return krea2_velocity(transformer, x_t, t, prompt)

@@ -23,13 +23,14 @@ from lightning_modules.pretrained.repository import load_component
 from report.commands import Names, commands
 from tests.support.combinations import first
 from tests.support.commands import compose
+from tests.support.flux3_reference import FLUX3_REFERENCE
 from tests.support.objectives import losses
 from tests.support.pictures import photograph, pixels, records
-from tests.support.references import REFERENCES, condition_images, raw_sample
+from tests.support.references import condition_images, raw_sample
 from tests.support.stock_pictures import load_stock
 from tests.support.tiny_pipelines import edit_json
 
-REFERENCE, IMAGES = REFERENCES["flux3_klein"], Flux3Klein.condition_images
+REFERENCE, IMAGES = FLUX3_REFERENCE, Flux3Klein.condition_images
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def test_code_of_the_report_makes_the_picture_of_predict(run, arguments, reposit
 
 @pytest.mark.slow
 def test_transformer_that_was_trained_whole_is_a_modular_repository(run, arguments, repository, tmp_path):
-    """It names no origin of its components: on the hub, diffusers would load the base's instead."""
+    """The index names no origin of the components: on the hub, diffusers would load the base's instead."""
     settings = [one for one in arguments("flux3_klein", tmp_path / "run", 2) if not one.startswith("adapter.")]
     run("train", *settings, "adapter=full", "optimizer.lr=1e-2")
     written = tmp_path / "run" / "model" / "last"

@@ -9,6 +9,7 @@ from datamodules.pairs import collate_pixels
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
 from tests.support.combinations import first
+from tests.support.flux3_reference import FLUX3_REFERENCE
 from tests.support.krea2_reference import KREA2_REFERENCES
 from tests.support.objectives import losses
 from tests.support.references import PROMPTS, REFERENCES, condition_images, raw_sample
@@ -61,7 +62,7 @@ def built(repositories, monkeypatch):
     """Build the reference of a model, our module and the stock pipeline."""
 
     def built(name, *overrides):
-        reference = (REFERENCES | KREA2_REFERENCES)[name]
+        reference = (REFERENCES | KREA2_REFERENCES | {"flux3_klein": FLUX3_REFERENCE})[name]
         repository = repositories[reference.name]
         return reference, reference.build(repository, *overrides), reference.stock(repository, monkeypatch)
 

@@ -125,7 +125,7 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
 
 
 def test_native_names_of_krea2_are_those_of_diffusers_converter():
-    """All linear layers have one, of ai-toolkit's files."""
+    """Every linear layer has a native name, as in ai-toolkit's files."""
     with torch.device("meta"):
         transformer = Krea2Transformer2DModel(num_layers=2)
     names = LayerNames(transformer, KREA2_NAMES)

@@ -146,7 +146,7 @@ def test_backward_keeps_only_the_quantized_weight_and_checkpointing_changes_noth
 
 @pytest.mark.slow
 def test_fused_kernels_give_pytorchs_bits(monkeypatch):
-    """All byte values are tested, compiled for the CPU."""
+    """Test every byte value, compiled for the CPU."""
     monkeypatch.setattr(linear_layers, "FUSES", ("cpu",))
     torch._dynamo.reset()
     count, scale = torch.arange(200_000), torch.linspace(1e-4, 3, 200)[:, None]
