@@ -39,7 +39,7 @@ IGNORED = {
 
 
 class NativeNames(NamedTuple):
-    """Layer names in a model's own code, where they differ from diffusers' names.
+    """Names in a model's own code, where they differ from diffusers' names.
 
     In all names `{}` is the index of a block.
 
@@ -50,6 +50,8 @@ class NativeNames(NamedTuple):
         readers: which programs know these names, a key of the tables in compatibility.py.
         saved: native names in the files of runs as well, if ComfyUI reads no others and diffusers converts these; it
             reads a LoKr by its own names only.
+        tensors: by native name the tensors outside of linear layers. A shape may differ, with the same values in order.
+        unused: regular expressions of whole names: tensors in native files that the transformer does not have.
     """
 
     layers: Mapping[str, tuple[str, ...]] = {}
@@ -57,6 +59,8 @@ class NativeNames(NamedTuple):
     swapped: tuple[str, ...] = ()
     readers: str = ""
     saved: tuple[str, ...] = ()
+    tensors: Mapping[str, str] = {}
+    unused: tuple[str, ...] = ()
 
 
 NO_NATIVE_NAMES = NativeNames()

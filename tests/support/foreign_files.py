@@ -8,6 +8,9 @@ import torch
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
 from torch import Tensor
 
+from lightning_modules.lora_files.delta import swap_halves
+from lightning_modules.lora_files.names import LayerNames, NativeNames
+
 # In the model's own code one layer, in diffusers those named; by its first letters what a program trains.
 FLUX = {
     "double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.to_{one}" for one in "qkv"],
@@ -176,3 +179,27 @@ def foreign_file(folder: Path, form: str, native, diffusers, dtype=torch.float32
         (folder / "adapter_config.json").write_text(json.dumps(settings))
     safetensors.torch.save_file(state, path, metadata)
     return path, 1.0 if place is None else ALPHA / RANK
+
+
+def native_state(state: dict[str, Tensor], transformer: torch.nn.Module, native: NativeNames) -> dict[str, Tensor]:
+    """Rename a transformer's tensors, and join and swap its layers, as in a file of its authors.
+
+    Args:
+        state: by diffusers' names; the dtypes and the sizes of all dimensions but the first are arbitrary.
+        transformer: it may be on the meta device.
+        native: of several names of a tensor, the first is used.
+    """
+    names, left, found = LayerNames(transformer, native), dict(state), {}
+    for name, layers in (names.native | names._in_blocks(native.read_only)).items():
+        for part in ("weight", "bias"):
+            keys = [f"{layer}.{part}" for layer in layers]
+            if all(key in left for key in keys):
+                joined = torch.cat([left.pop(key) for key in keys])
+                found[f"{name}.{part}"] = swap_halves(joined, names.meaning(name).swapped)
+    for name, key in native.tensors.items():
+        for number in range(100) if "{}" in key else [0]:
+            if (own := key.format(number)) in left:
+                tensor = left.pop(own)
+                # Krea 2's authors have vectors for the blocks' tables.
+                found[name.format(number)] = tensor.flatten() if name.endswith("{}.mod.lin") else tensor
+    return found | left

@@ -10,6 +10,10 @@ TO_OUT, TO_ADD_OUT = (f"{DOUBLE}.attn.to_out.0",), (f"{DOUBLE}.attn.to_add_out",
 # Names of the T-LoRA authors' attention processors, in all blocks.
 PROCESSORS = dict(zip(("to_q", "to_k", "to_v", "to_out", "to_q_proj", "to_k_proj", "to_v_proj"),
                       (*IMAGE_QKV, *TO_OUT, *TEXT_QKV), strict=True))  # fmt: skip
+# Endings of the norms of queries and keys, whose scale is called a weight in ComfyUI's newer files.
+NORM_ENDS = {
+    f".norm.{norm}_norm.{end}": f"{norm[0]}.weight" for norm in ("query", "key") for end in ("scale", "weight")
+}
 
 LAYERS = {
     "img_in": ("x_embedder",),
@@ -35,6 +39,15 @@ LAYERS = {
     "single_blocks.{}.linear2": (f"{SINGLE}.proj_out",),
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
     "final_layer.linear": ("proj_out",),
+}
+NORMS = {
+    native + end: norms + own
+    for native, norms in (
+        ("double_blocks.{}.img_attn", f"{DOUBLE}.attn.norm_"),
+        ("double_blocks.{}.txt_attn", f"{DOUBLE}.attn.norm_added_"),
+        ("single_blocks.{}", f"{SINGLE}.attn.norm_"),
+    )
+    for end, own in NORM_ENDS.items()
 }
 # Several layers of diffusers that are one there.
 JOINED = {whole: parts for whole, parts in LAYERS.items() if len(parts) > 1}
@@ -69,4 +82,5 @@ NATIVE_NAMES = NativeNames(
     # There shift and scale, in diffusers scale and shift.
     swapped=("norm_out.linear",),
     readers="flux",
+    tensors=NORMS,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
+from lightning_modules.families.flux.native_names import NORMS
 from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
 from lightning_modules.families.flux2.pipeline import LatentKlein, LatentReferences
 from lightning_modules.family import Layers, Parts, SamplingRules, chat_tokens, stock_pipeline
@@ -46,6 +47,7 @@ NATIVE_NAMES = NativeNames(
     # There shift and scale, in diffusers scale and shift.
     swapped=("norm_out.linear",),
     readers="flux2",
+    tensors=NORMS,
 )
 
 

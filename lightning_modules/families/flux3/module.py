@@ -7,6 +7,7 @@ from torch import Tensor
 
 from datamodules.batch import Geometry
 from datamodules.images.windows import ConditionImages
+from lightning_modules.families.flux.native_names import NORM_ENDS
 from lightning_modules.families.flux2.module import Flux2Latents
 from lightning_modules.families.flux3.denoise import flux3_velocity
 from lightning_modules.families.flux3.pipeline import LatentFlux3
@@ -50,6 +51,11 @@ NATIVE_NAMES = NativeNames(
     swapped=("norm_out.linear",),
     readers="flux3",
     saved=tuple(BLOCK_LAYERS),
+    tensors={
+        ours + end: f"{block}.attn.norm_{own}" for ours, block in BLOCKS.items() for end, own in NORM_ENDS.items()
+    },
+    # Heads that align features in training.
+    unused=(r"repa_projectors\..*",),
 )
 
 

@@ -26,6 +26,10 @@ BLOCK_LAYERS = {
     "attn.wo": "attn.to_out.0",
     **{f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")},
 }
+BLOCK_NORMS = {
+    **{f"attn.qknorm.{name}norm.scale": f"attn.norm_{name}.weight" for name in "qk"},
+    **{f"{when}norm.scale": f"norm{number}.weight" for when, number in (("pre", 1), ("post", 2))},
+}
 NATIVE_NAMES = NativeNames(
     layers={
         "first": ("img_in",),
@@ -43,6 +47,17 @@ NATIVE_NAMES = NativeNames(
         },
     },
     readers="krea2",
+    tensors={
+        "txtmlp.0.scale": "txt_in.norm.weight",
+        "last.norm.scale": "final_layer.norm.weight",
+        "last.modulation.lin": "final_layer.scale_shift_table",
+        "blocks.{}.mod.lin": "transformer_blocks.{}.scale_shift_table",
+        **{
+            f"{native}.{{}}.{norm}": f"{name}.{{}}.{own}"
+            for native, name in BLOCK_LISTS.items()
+            for norm, own in BLOCK_NORMS.items()
+        },
+    },
 )
 # Settings of Qwen3-VL's processor, which is not in the repository.
 PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 256**2, "longest_edge": 4096**2}}

@@ -15,6 +15,7 @@ from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
 from lightning_modules.families.qwen_image.pipeline import LatentControls
 from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Layers, Parts, text_pipeline
+from lightning_modules.lora_files.names import NativeNames
 
 
 @cache
@@ -57,11 +58,12 @@ class QwenImage(QwenLatents):
     condition_images = ConditionImages(most=0)
     # As musubi-tuner: both streams' attention and MLPs, 67 % of the weights; not the modulation.
     layers = Layers(
+        NativeNames(unused=("__index_timestep_zero__",)),  # ComfyUI's mark of Edit-2511
         targets=(
             *ATTENTION,
             *TEXT_ATTENTION,
             *(f"{stream}_mlp.net.{end}" for stream in ("img", "txt") for end in ("0.proj", "2")),
-        )
+        ),
     )
     latent_pipeline: type = LatentPipeline
     last_block = (qwen_last_block, UNREAD)

@@ -17,6 +17,7 @@ from lightning_modules.lora_files.names import NativeNames
 
 # Side in pixels of the square for which the text encoder has one token.
 SLOT = 32
+MLP = "transformer_blocks.{}.img_mlp"
 
 
 class WithoutHead:
@@ -45,7 +46,8 @@ class QwenImage21(QwenLatents):
     geometry = Geometry(patch=1, equal_text=True, side_multiple=SLOT, result_multiple=SLOT)
     # Attention and MLPs, as miles_diffusion and its pull request 256. The others have a row for t = 0 as well.
     layers = Layers(
-        NativeNames(readers="qwen21"),
+        # As joined in ComfyUI.
+        NativeNames(read_only={f"{MLP}.gate_up": (f"{MLP}.gate_layer", f"{MLP}.proj")}, readers="qwen21"),
         (*ATTENTION, "img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer"),
         flattened=("time_text_embed.*", "modulation.*", "norm_out.*"),
     )

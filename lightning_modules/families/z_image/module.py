@@ -29,6 +29,8 @@ NATIVE_NAMES = NativeNames(
         "final_layer.linear": ("all_final_layer.2-1.linear",),
     },
     readers="z_image",
+    tensors={f"{one}.attention.{n}_norm.weight": f"{one}.attention.norm_{n}.weight" for one in BLOCKS for n in "qk"},
+    unused=(r"norm_final\.weight",),
 )
 
 

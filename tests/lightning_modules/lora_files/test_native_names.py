@@ -1,23 +1,40 @@
-"""Native names of layers, by which files come: those of diffusers' converters."""
+"""Native names of layers and other tensors, by which files come: those of diffusers' converters."""
 
 import itertools
+import json
+import re
 
+import diffusers
+import pytest
 import torch
 from diffusers import Flux2Transformer2DModel, Flux3Transformer2DModel, Krea2Transformer2DModel
 from diffusers.loaders import lora_conversion_utils
-from diffusers.loaders.single_file_utils import (
-    convert_flux2_transformer_checkpoint_to_diffusers,
-    convert_flux3_transformer_checkpoint_to_diffusers,
-)
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux2.module import NATIVE_NAMES as FLUX2_NAMES
 from lightning_modules.families.flux3.module import NATIVE_NAMES as FLUX3_NAMES
 from lightning_modules.families.krea2.module import NATIVE_NAMES as KREA2_NAMES
+from lightning_modules.families.longcat_image.module import NATIVE_NAMES as LONGCAT_NAMES
+from lightning_modules.families.qwen_image.module import QwenImage
+from lightning_modules.families.qwen_image_2_1.module import QwenImage21
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames
+from tasks.models import CONFIGURATIONS
 from tests.support import foreign_files
+
+# By configuration the names, and a tensor in the authors' files that the transformer does not have.
+FAMILIES = {
+    "black-forest-labs--FLUX.1-Kontext-dev": (NATIVE_NAMES, None),
+    "black-forest-labs--FLUX.2-klein-base-4B": (FLUX2_NAMES, None),
+    "black-forest-labs--FLUX.2-dev": (FLUX2_NAMES, None),
+    "black-forest-labs--flux-3-image-klein-base": (FLUX3_NAMES, "repa_projectors.0.weight"),
+    "krea--Krea-2-Raw": (KREA2_NAMES, None),
+    "Tongyi-MAI--Z-Image": (ZImage.layers.native, "norm_final.weight"),
+    "Qwen--Qwen-Image-2.1": (QwenImage21.layers.native, None),
+    "Qwen--Qwen-Image-Edit-2511": (QwenImage.layers.native, None),
+}
 
 
 def rows_of(meaning, up, sides):
@@ -69,11 +86,8 @@ def test_native_names_of_flux2_are_those_of_diffusers_converters():
     state, expected = named_natively(LayerNames(transformer, FLUX2_NAMES))
     files = {f"diffusion_model.{key}": tensor for key, tensor in state.items()}
     converted = lora_conversion_utils._convert_non_diffusers_flux2_lora_to_diffusers(files)
-    whole = {f"{key.removesuffix('.lora_B.weight')}.weight": up for key, up in state.items() if ".lora_B" in key}
-    weights = convert_flux2_transformer_checkpoint_to_diffusers(whole)
-    assert len(converted) == 2 * len(weights) == 2 * len(expected)
+    assert len(converted) == 2 * len(expected)
     for layer, (down, up) in expected.items():
-        assert torch.equal(weights[f"{layer}.weight"], up), layer
         assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
         if layer != "norm_out.linear":
             assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
@@ -86,12 +100,7 @@ def test_native_names_of_flux3_are_those_of_diffusers_converters():
     with torch.device("meta"):
         transformer = Flux3Transformer2DModel(**sizes, **heads)
     names = LayerNames(transformer, FLUX3_NAMES)
-    state, expected = named_natively(names)
-    assert expected.keys() == names.shapes.keys()
-    whole = {f"{key.removesuffix('.lora_B.weight')}.weight": up for key, up in state.items() if ".lora_B" in key}
-    weights = convert_flux3_transformer_checkpoint_to_diffusers(whole)
-    for layer, (_, up) in expected.items():
-        assert torch.equal(weights[f"{layer}.weight"], up), layer
+    assert named_natively(names)[1].keys() == names.shapes.keys()
     saved, of_blocks = named_natively(names, names.saved)
     files = {f"diffusion_model.{key}": tensor for key, tensor in saved.items()}
     converted = lora_conversion_utils._convert_non_diffusers_flux3_lora_to_diffusers(files)
@@ -136,3 +145,66 @@ def test_native_names_of_krea2_are_those_of_diffusers_converter():
     for layer, (down, up) in expected.items():
         assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
         assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
+
+
+def meta(configuration):
+    """Build a real transformer on the meta device."""
+    files = json.loads((CONFIGURATIONS / f"{configuration}.json").read_text())["files"]
+    model_class = next(index["transformer"][1] for index in files.values() if "transformer" in index)
+    with torch.device("meta"):
+        return getattr(diffusers, model_class).from_config(files["transformer/config.json"])
+
+
+def addresses(transformer):
+    """Return a number of its own for each row of a linear layer, and for each element of any other tensor."""
+    layers, state, start = LayerNames(transformer).shapes, {}, 0
+    for name, tensor in transformer.state_dict().items():
+        rows = tensor.flatten(1)[:, :1] if name.removesuffix(".weight") in layers else tensor
+        state[name] = torch.arange(start, start + rows.numel()).view(rows.shape)
+        start += rows.numel()
+    return state
+
+
+def assert_same(converted, state):
+    """Compare the addresses in two states."""
+    assert converted.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(converted[name], tensor), name
+
+
+@pytest.mark.parametrize("configuration", FAMILIES)
+def test_whole_checkpoints_have_the_tensors_of_diffusers_converters(configuration):
+    """Each number of the transformer returns to its place, at the real sizes."""
+    native, unused = FAMILIES[configuration]
+    transformer = meta(configuration)
+    state = addresses(transformer)
+    convert = SINGLE_FILE_LOADABLE_CLASSES[type(transformer).__name__]["checkpoint_mapping_fn"]
+    files = foreign_files.native_state(state, transformer, native)
+    assert not [name for name in state for pattern in native.unused if re.fullmatch(pattern, name)]
+    if unused is not None:
+        assert any(re.fullmatch(pattern, unused) for pattern in native.unused)
+        files[unused] = torch.zeros(1)
+    assert_same(convert(files), state)
+
+
+def test_newer_files_of_flux_call_the_scales_of_norms_weights():
+    """ComfyUI reads both; of diffusers' converters that of FLUX.2."""
+    transformer = meta("black-forest-labs--FLUX.2-klein-base-4B")
+    state = addresses(transformer)
+    newer = FLUX2_NAMES._replace(tensors=dict(reversed(FLUX2_NAMES.tensors.items())))
+    files = foreign_files.native_state(state, transformer, newer)
+    assert "double_blocks.0.txt_attn.norm.key_norm.weight" in files
+    assert not any(name.endswith(".scale") for name in files)
+    convert = SINGLE_FILE_LOADABLE_CLASSES["Flux2Transformer2DModel"]["checkpoint_mapping_fn"]
+    assert_same(convert(files), state)
+
+
+def test_whole_checkpoints_of_longcat_are_those_of_flux_without_pooled_text():
+    """diffusers has no converter of its own for them."""
+    transformer = meta("meituan-longcat--LongCat-Image-Edit")
+    state = addresses(transformer)
+    pooled = {f"vector_in.{end}_layer.{part}": torch.zeros(1) for end in ("in", "out") for part in ("weight", "bias")}
+    files = foreign_files.native_state(state, transformer, LONGCAT_NAMES) | pooled
+    converted = SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]["checkpoint_mapping_fn"](files)
+    named = {name.replace("time_text_embed.timestep", "time_embed.timestep"): one for name, one in converted.items()}
+    assert_same({name: one for name, one in named.items() if ".text_embedder." not in name}, state)
