@@ -8,6 +8,7 @@ The real configurations with fewer blocks (DEPTH), so that they fit anywhere; we
 import argparse
 import itertools
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,8 +27,8 @@ from lightning_modules import flow
 from lightning_modules.estimation.flops import empty_latents
 from lightning_modules.estimation.memory import FakeStep
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
-from lightning_modules.pretrained.repository import INDEXES
-from tasks import models
+from lightning_modules.pretrained.checks import read_json
+from lightning_modules.pretrained.repository import CONFIGURATIONS
 
 ROOT = Path(__file__).parent.parent
 # What configurations call the number of blocks of a kind.
@@ -56,14 +57,14 @@ def write_shallow(
         changes: of the transformer's other settings.
     """
     family: Any = hydra.utils.get_class(compose(model, "x", "float32").model._target_)
-    known = [json.loads(path.read_text())["files"] for path in sorted(models.CONFIGURATIONS.glob("*.json"))]
-    indices = [next(one[name] for name in INDEXES if name in one) for one in known]
-    files = known[[index["_class_name"] for index in indices].index(family.pipeline_name)]
-    for content in files.values() if depth is not None else ():
-        content |= {key: depth for key in DEPTHS if key in content}
-    transformer = files["transformer/config.json"]
-    transformer |= {key: value for key, value in changes.items() if key in transformer}
-    models.write_files(files, Path(folder))
+    known = sorted(CONFIGURATIONS.glob("*/*model_index.json"))
+    index = next(path for path in known if read_json(path)["_class_name"] == family.pipeline_name)
+    shutil.copytree(index.parent, folder, dirs_exist_ok=True)
+    for path in Path(folder).glob("*/config.json"):
+        new = {} if depth is None else dict.fromkeys(DEPTHS, depth)
+        new |= changes if path.parent.name == "transformer" else {}
+        content = read_json(path)
+        path.write_text(json.dumps(content | {key: value for key, value in new.items() if key in content}))
 
 
 def empty_batch(module: Any, side: int, samples: int) -> LatentBatch:

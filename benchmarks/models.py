@@ -191,8 +191,7 @@ def measure() -> dict[str, Any]:
 
 def family(cfg: DictConfig) -> Family:
     """Return the module of a model without weights."""
-    with without_network(cfg.model) as module:
-        return module
+    return without_network(cfg.model)
 
 
 def page(memory: dict[str, Any]) -> str:
@@ -201,10 +200,10 @@ def page(memory: dict[str, Any]) -> str:
     loads: dict[tuple[str, ...], list[str]] = {}
     for name, facts in MODELS.items():
         cfg = compose(name)
-        with without_network(cfg.model) as module:
-            base: FrozenBase = module.base
-            names, transformer = base.layer_names, base.source.meta
-            layers = resolve_targets(transformer, module.layers, None)
+        module = without_network(cfg.model)
+        base: FrozenBase = module.base
+        names, transformer = base.layer_names, base.source.meta
+        layers = resolve_targets(transformer, module.layers, None)
         condition_images, repository = module.condition_images, cfg.model.pretrained_model_name_or_path
         learns = "images with captions"
         if condition_images.most != 0:

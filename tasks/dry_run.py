@@ -74,32 +74,32 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
     if isinstance(data, CachedDataModule) and data.shards is not None:
         raise UserError("task=dry_run plans for images: set data.root, not data.shards")
     data.sample_set.scan()  # its errors come before requests to the hub
-    with without_network(cfg.model) as module:
-        module.check()
-        data.configure_for(module)
-        log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
-        data.scan()
-        assert module.objective is not None
-        module.objective.check_sizes(data.drawn_sizes)
-        log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
-        plan = measure(module, data)
-        limits, epoch = plan.batch.limits, sum(data.repeats)
-        data.notes += bucket_notes(data.sizes, data.repeats, limits, data.noun)
-        batches = SizeBatchSampler(data.sizes, limits, data.seed, repeats=data.repeats).batches_per_epoch()
-        samples = cfg.callbacks.get("sample_images") is not None
-        other = plan.weights - plan.offloaded if cfg.model.sampling.transformer_name_or_path is not None else 0
-        images = plan.batch.size[0]
-        sizes = " + ".join(f"{width}x{height}" for width, height in images)
-        shown = {
-            "model": f"{module.base.name} ({module.base.source.expected_precision}), {plan.parameters:,} parameters",
-            "trains": f"{module.adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
-            "on": data.describe(),
-            "an epoch": f"{batches:,.0f} batches of {count_of(len(limits), 'sizes')}",
-            **learning(module, plan.transformer, [images[0]]),
-            "time": _time(plan.flops, cfg.trainer.max_steps, cfg.trainer.accumulate_grad_batches * epoch / batches),
-            "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
-            **_memory(plan, module, caches, samples, other),
-        }
+    module = without_network(cfg.model)
+    module.check()
+    data.configure_for(module)
+    log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
+    data.scan()
+    assert module.objective is not None
+    module.objective.check_sizes(data.drawn_sizes)
+    log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
+    plan = measure(module, data)
+    limits, epoch = plan.batch.limits, sum(data.repeats)
+    data.notes += bucket_notes(data.sizes, data.repeats, limits, data.noun)
+    batches = SizeBatchSampler(data.sizes, limits, data.seed, repeats=data.repeats).batches_per_epoch()
+    samples = cfg.callbacks.get("sample_images") is not None
+    other = plan.weights - plan.offloaded if cfg.model.sampling.transformer_name_or_path is not None else 0
+    images = plan.batch.size[0]
+    sizes = " + ".join(f"{width}x{height}" for width, height in images)
+    shown = {
+        "model": f"{module.base.name} ({module.base.source.expected_precision}), {plan.parameters:,} parameters",
+        "trains": f"{module.adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
+        "on": data.describe(),
+        "an epoch": f"{batches:,.0f} batches of {count_of(len(limits), 'sizes')}",
+        **learning(module, plan.transformer, [images[0]]),
+        "time": _time(plan.flops, cfg.trainer.max_steps, cfg.trainer.accumulate_grad_batches * epoch / batches),
+        "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
+        **_memory(plan, module, caches, samples, other),
+    }
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 

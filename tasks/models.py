@@ -1,12 +1,9 @@
 """The model of LoRA files, found by name, header or layers, and built without network and weights."""
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import hydra
@@ -19,11 +16,10 @@ from datamodules.files import reading
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.pretrained.repository import EMBEDDED
+from lightning_modules.pretrained.repository import EMBEDDED, shipped_configuration
 from report.quoting import flat_settings
 from tasks.resolvers import CONF
 
-CONFIGURATIONS = Path(__file__).parent.parent / "assets" / "configurations"
 # The header of a LoRA's file, as far as it could be read.
 Header = dict[str, Any] | None
 
@@ -86,30 +82,16 @@ def _names() -> list[str]:
 
 
 def _known(name: str, settings: DictConfig) -> KnownModel:
-    with without_network(settings) as module:
-        return KnownModel(name, module.base.name, module.base.layer_names, settings)
+    module = without_network(settings)
+    return KnownModel(name, module.base.name, module.base.layer_names, settings)
 
 
-@contextmanager
-def without_network(model: DictConfig) -> Iterator[EditModule]:
-    """Temporarily build the module of these settings; a known model's configuration is read from assets/."""
+def without_network(model: DictConfig) -> EditModule:
+    """Build the module of these settings; a known model's configuration is read from assets/."""
     name = model.pretrained_model_name_or_path
-    file = CONFIGURATIONS / f"{name.replace('/', '--')}.json"
-    known = file.is_file() and not Path(name).is_dir()
-    with TemporaryDirectory() as folder:
-        if known:
-            write_files(json.loads(file.read_text(encoding="utf-8"))["files"], Path(folder))
-        module = instantiate(model, pretrained_model_name_or_path=folder if known else name, _convert_="all")
-        module.base.name = name
-        yield module
-
-
-def write_files(files: Mapping[str, Any], folder: Path) -> None:
-    """Write a configuration's JSON files in a repository's layout."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(content), encoding="utf-8")
+    module = instantiate(model, pretrained_model_name_or_path=str(shipped_configuration(name) or name), _convert_="all")
+    module.base.name = name
+    return module
 
 
 def header_here(file: LoRAFile) -> Header:

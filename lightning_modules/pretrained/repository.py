@@ -16,6 +16,7 @@ from datamodules.files import PICKLES, kind_of_file, reading
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.hub import repository_file
 from lightning_modules.pretrained.checks import (
+    VOCABULARIES,
     check_component,
     check_library_weights,
     read_json,
@@ -28,7 +29,8 @@ from lightning_modules.timing import LOADING, StageTimer
 log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
-SHAPES = Path(__file__).parent.parent.parent / "assets" / "shapes"
+ASSETS = Path(__file__).parent.parent.parent / "assets"
+SHAPES, CONFIGURATIONS = ASSETS / "shapes", ASSETS / "configurations"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A pipeline's index; the second one is a modular pipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
@@ -52,6 +54,12 @@ def resolve_repository(name: str) -> str:
     else:
         return name
     raise UserError(f"{name} {what}. Name a folder in diffusers' layout, or such a repository on the hub (owner/name)")
+
+
+def shipped_configuration(name: str) -> Path | None:
+    """Return the folder in assets/ with a known model's files without weights; None for a folder or another hub id."""
+    folder = CONFIGURATIONS / name.replace("/", "--")
+    return folder if folder.is_dir() and not Path(name).is_dir() else None
 
 
 def resolve_device(name: str | None, key: str) -> torch.device | None:
@@ -102,13 +110,15 @@ def read_index(repository: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def component_origin(repository: str, name: str, revision: str | None = None) -> tuple[str, str | None, str]:
-    """Return a component's repository, revision and subfolder; a modular pipeline's may be in another repository."""
+    """Return a component's repository, revision and subfolder: the index may name another, also by a relative path."""
     entry = read_index(repository, revision).get(name, ())
     if len(entry) < 3 or Path(repository, name).is_dir():
         return repository, revision, name
     named, subfolder = entry[2]["pretrained_model_name_or_path"], entry[2]["subfolder"] or ""
-    own = named in (None, repository)
-    return (repository, revision, subfolder) if own else (named, entry[2]["revision"], subfolder)
+    if named in (None, repository):
+        return repository, revision, subfolder
+    nearby = Path(repository, named)
+    return str(nearby.resolve()) if nearby.is_dir() else named, entry[2]["revision"], subfolder
 
 
 def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
@@ -154,6 +164,10 @@ def load_component(
     repository, revision, subfolder = component_origin(repository, name, revision)
     if Path(repository).is_dir():
         check_component(Path(repository, subfolder), cls.__name__)
+    elif "Tokenizer" in cls.__name__ or "Processor" in cls.__name__:  # else transformers may create an empty tokenizer
+        names = [f"{subfolder}/{files[0]}".lstrip("/") for files in VOCABULARIES]
+        if not any(repository_file(repository, name, revision) for name in names):
+            raise UserError(f"{repository} lacks {', or '.join(names)}: {GET_AGAIN}")
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return _from_pretrained(cls, repository, revision=revision, subfolder=subfolder)
     return load_model(cls, repository, subfolder, revision, dtype, device)

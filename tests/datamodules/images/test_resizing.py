@@ -176,8 +176,8 @@ KREA2 = ("krea2_edit", "krea2_edit model.edit_scheme=before")
 @pytest.mark.parametrize("model", [*EDITING, *KREA2])
 def test_no_family_learns_or_sees_a_zoom(model, tmp_path):
     """The target and the control show the same view, on the same grid of latent pixels, in training and prediction."""
-    with without_network(compose("train", *f"model={model}".split()).model) as module:
-        images, multiple = module.condition_images, module.geometry.side_multiple
+    module = without_network(compose("train", *f"model={model}".split()).model)
+    images, multiple = module.condition_images, module.geometry.side_multiple
     photographs = (3000, 2000), (600, 800), (1231, 917)
     for own, buckets, side in itertools.product(photographs, ("exact", "aspect"), (512, 1024)):
         sizes = own, (own[0] + 3, own[1] - 2), (own[0] - 2, own[1] + 1)  # controls that are cropped by hand

@@ -1,14 +1,25 @@
 """Each component alone, and what is said of a repository that cannot be used."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from datamodules.errors import UserError
 from datamodules.hub import repository_file
-from lightning_modules.pretrained.repository import load_component, read_index, resolve_device
+from lightning_modules.pretrained.repository import (
+    ASSETS,
+    CONFIGURATIONS,
+    component_origin,
+    load_component,
+    read_index,
+    resolve_device,
+    shipped_configuration,
+)
 from tests.support.commands import ROOT, run_code
 from tests.support.quantized import load
 from tests.support.servers import hub
@@ -30,6 +41,57 @@ def test_transformer_may_come_from_a_repository_of_its_own(tiny, stock, tmp_path
     for repository in (tmp_path, tiny):
         own = load(repository, dtype=torch.float32)
         assert all(torch.equal(a, b) for a, b in zip(own.parameters(), stock.transformer.parameters(), strict=True))
+
+
+# Class, a text and its published ids, the number of tokens, and the longest text.
+ENGLISH, GERMAN = "translate English to German: That is good.", [13959, 1566, 12, 2968, 10, 466, 19, 207, 5, 1]
+TOKENIZERS = {
+    "clip": ("CLIPTokenizer", "a photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407], 49408, 77),
+    "t5": ("T5TokenizerFast", ENGLISH, GERMAN, 32100, 512),
+    "qwen": ("Qwen2TokenizerFast", "Hello world", [9707, 1879], 151669, 131072),
+}
+
+
+def test_shipped_configurations_find_all_that_has_no_weights():
+    """All tokenizers and processors load offline, except those whose files do not ship: the index names the hub's."""
+    loaded, on_the_hub = {}, []
+    for folder in CONFIGURATIONS.glob("*--*"):
+        hub_id = folder.name.replace("--", "/")
+        assert shipped_configuration(hub_id) == folder
+        for name, entry in read_index(str(folder)).items():
+            if name.startswith(("tokenizer", "text_processor", "processor", "scheduler")):
+                found = component_origin(str(folder), name)
+                if found == (hub_id, None, name):
+                    with pytest.raises(UserError, match="cannot be reached"):
+                        load_component(str(folder), name)
+                    on_the_hub.append(folder.name.partition("--")[2])
+                elif (*found, entry[1]) not in loaded:
+                    loaded[*found, entry[1]] = load_component(str(folder), name)
+    assert sorted(on_the_hub) == ["FLUX.2-dev", "Krea-2-Raw", "Qwen-Image-2.1", "flux-3-image-klein-base"]
+    assert {Path(origin).name for origin, *_ in loaded} >= TOKENIZERS.keys()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_shipped_tokenizers_have_the_published_ids(name):
+    cls, text, ids, tokens, longest = TOKENIZERS[name]
+    tokenizer = getattr(transformers, cls).from_pretrained(ASSETS / "tokenizers" / name)
+    assert tokenizer(text).input_ids == ids
+    assert (len(tokenizer), tokenizer.model_max_length, tokenizer.padding_side) == (tokens, longest, "right")
+    if name == "qwen":
+        chat, more = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}
+        asked = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.apply_chat_template(chat, **more) == asked
+        assert tokenizer.apply_chat_template(chat, enable_thinking=False, **more) == f"{asked}<think>\n\n</think>\n\n"
+        assert tokenizer(f"<|image_pad|>{text}</think>").input_ids == [151655, *ids, 151668]
+
+
+@pytest.mark.parametrize("folder", ["configurations", "tokenizers"])
+def test_shipped_files_are_named_with_their_licence(folder):
+    lines = (ASSETS / folder / "README.md").read_text(encoding="utf-8").splitlines()
+    for path in filter(Path.is_dir, (ASSETS / folder).iterdir()):
+        starts = f"| [{path.name.replace('--', '/')}](", f"| `{path.name}` |"
+        [line] = [line for line in lines if line.startswith(starts)]
+        assert re.search("Apache 2.0|MIT|FLUX (non-commercial|Kommunity)|Qwen Research|Krea 2 Community", line)
 
 
 @pytest.mark.parametrize(
