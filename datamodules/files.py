@@ -24,11 +24,12 @@ DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 PICKLE = "a pickle of PyTorch"
+GGUF = "a GGUF file"
 # The suffixes by which programs know pickles.
 PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 # The first bytes of files that people have instead of safetensors, JSON or images.
 KINDS = {
-    rb"GGUF": "a GGUF file",
+    rb"GGUF": GGUF,
     rb"version https://git-lfs": "a Git LFS pointer: the file itself was not downloaded (`git lfs pull` does it)",
     rb"\s*<(!doctype html|html|head|!--)": "a web page (HTML), such as a login page: the download needs a token",
     rb"\s*\{\s*[\"}]": "a JSON text, such as an index or a server's error",
@@ -62,7 +63,7 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """Return the kind of a file by its first bytes, in words; None for safetensors and unknown kinds."""
+    """Return the kind of a file by its first bytes, in words; None for safetensors, GGUF in .gguf and unknown kinds."""
     with path.open("rb") as file:
         start = file.read(512)
     if not start:
@@ -70,6 +71,8 @@ def kind_of_file(path: Path) -> str | None:
     if start[5:9] == b"\0\0\0{":  # safetensors: the length of its header, and the header
         return None
     kind = next((kind for begin, kind in KINDS.items() if re.match(begin, start, re.I | re.S)), None)
+    if kind == GGUF and path.suffix == ".gguf":
+        return None
     # torch.save's form since 2020: a zip whose first member is NAME/data.pkl
     return PICKLE if kind == "a zip archive" and b"/data.pkl" in start else kind
 

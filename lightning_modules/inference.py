@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,6 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.fsdp import gather_anew
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import find_weights
-from lightning_modules.pretrained.transformer import TransformerSource
 
 
 @contextmanager
@@ -77,16 +77,14 @@ class SamplingTransformer:
 
     Args:
         module: in training.
-        name: folder or hub id of a whole pipeline, or of a transformer only.
+        name: folder or hub id of a whole pipeline, or of a transformer only; or a single file.
     """
 
     def __init__(self, module: EditModule, name: str) -> None:
         self.module = module
         trains = module.base.source
         revision = module.base.revision if name == module.base.name else None
-        self.source = TransformerSource(
-            trains.class_name, name, revision, trains.dtype, trains.quantization, trains.streamed
-        )
+        self.source = replace(trains, name=name, revision=revision)
 
     def check(self) -> None:
         """Raise a UserError for a transformer that cannot take the LoRA, before any weights are read."""

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
 from lightning_modules.lora_files.delta import Delta, LowRank, best_of_rank
-from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
-from lightning_modules.pretrained.weights import FILE_SIZE, SafetensorsWeights, Weights, assemble, save_quantized
+from lightning_modules.pretrained.transformer import TransformerSource
+from lightning_modules.pretrained.weights import FILE_SIZE, FileWeights, Weights, assemble, save_quantized
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
@@ -46,7 +47,7 @@ class FusedWeights(Weights):
     """Weights on disk, read in a dtype with the deltas added; computes on a device."""
 
     def __init__(
-        self, weights: SafetensorsWeights, deltas: Mapping[str, Delta], dtype: torch.dtype, device: torch.device
+        self, weights: FileWeights, deltas: Mapping[str, Delta], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtypes = weights.dtypes
         self._dtype = dtype
@@ -78,7 +79,7 @@ def write_fused(
     Returns:
         The loss by rounding; None if the weights are quantized for the first time.
     """
-    weights = transformer_weights(source.repository, source.revision)
+    weights = source.weights()
     if weights is None:
         raise UserError(f"{source.name}: only safetensors weights can be fused with a LoRA")
     fused = FusedWeights(weights, deltas, source.dtype, device)
@@ -100,13 +101,12 @@ def write_fused(
     return rounding
 
 
-def _write_plain(source: TransformerSource, weights: SafetensorsWeights, fused: FusedWeights, folder: Path) -> None:
+def _write_plain(source: TransformerSource, weights: FileWeights, fused: FusedWeights, folder: Path) -> None:
     """Write plain weights, with one file in memory at a time."""
     source.meta.save_config(folder)
     pattern = "diffusion_pytorch_model{suffix}.safetensors"
-    plan = split_torch_state_dict_into_shards(
-        weights.on_meta(source.dtype), filename_pattern=pattern, max_shard_size=FILE_SIZE
-    )
+    tensors = {n: torch.empty(shape, dtype=source.dtype, device="meta") for n, shape in weights.shapes.items()}
+    plan = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=FILE_SIZE)
     for count, (file, names) in enumerate(plan.filename_to_tensors.items(), 1):
         log.info(f"writing file {count} of {len(plan.filename_to_tensors)}")
         tensors = {name: fused.read(name) for name in names}
@@ -151,7 +151,7 @@ def extract(
         The deltas of the linear layers whose weights differ; the share of the difference that they lack, over all
         layers (Frobenius norm); the names of the other tensors that differ: biases and norms.
     """
-    before, after = _plain_weights(base.repository, base.revision), _plain_weights(tuned, None)
+    before, after = _plain_weights(base), _plain_weights(replace(base, name=tuned, revision=None))
     if different := sorted(before.dtypes.keys() ^ after.dtypes.keys()):
         raise UserError(f"extract={tuned} is not a version of {base.name}: only one of them has {listing(different)}")
     layers = {f"{name}.weight" for name, module in base.meta.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -179,10 +179,10 @@ def extract(
     return deltas, (lost / whole) ** 0.5, others
 
 
-def _plain_weights(repository: str, revision: str | None) -> SafetensorsWeights:
-    weights = transformer_weights(repository, revision)
+def _plain_weights(source: TransformerSource) -> FileWeights:
+    weights = source.weights()
     if weights is None:
-        raise UserError(f"{repository}: only safetensors weights can be compared")
+        raise UserError(f"{source.name}: only safetensors weights can be compared")
     if weights.format is not None:
-        raise UserError(f"{repository} is {weights.format} on disk: extract= needs both in 16 or 32 bits")
+        raise UserError(f"{source.name} is {weights.format} on disk: extract= needs both in 16 or 32 bits")
     return weights

@@ -1,7 +1,7 @@
 """Names in LoRA files: of a transformer's layers, in every program's spelling, and of the tensors of a layer."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -52,6 +52,7 @@ class NativeNames(NamedTuple):
             reads a LoKr by its own names only.
         tensors: by native name the tensors outside of linear layers. A shape may differ, with the same values in order.
         unused: regular expressions of whole names: tensors in native files that the transformer does not have.
+        marks: tensors of files for transformers of which a setting, named here, is true.
     """
 
     layers: Mapping[str, tuple[str, ...]] = {}
@@ -61,6 +62,7 @@ class NativeNames(NamedTuple):
     saved: tuple[str, ...] = ()
     tensors: Mapping[str, str] = {}
     unused: tuple[str, ...] = ()
+    marks: Mapping[str, str] = {}
 
 
 NO_NATIVE_NAMES = NativeNames()
@@ -105,10 +107,10 @@ class LayerNames:
                 self.shapes[name.replace(".base_layer", "")] = LayerShape(layer.out_features, layer.in_features)
         self.swapped = frozenset(native.swapped)
         self.readers = native.readers
-        self.native = self._in_blocks(native.layers)
-        self.saved = self._in_blocks({name: native.layers[name] for name in native.saved})
+        self.native = in_blocks(native.layers, self.shapes)
+        self.saved = in_blocks({name: native.layers[name] for name in native.saved}, self.shapes)
         self._meanings: dict[str, Meaning] = {}
-        for known in ({name: (name,) for name in self.shapes}, self.native, self._in_blocks(native.read_only)):
+        for known in ({name: (name,) for name in self.shapes}, self.native, in_blocks(native.read_only, self.shapes)):
             for name, layers in known.items():
                 # A layer with diffusers' name has its halves in diffusers' order.
                 swapped = name not in self.shapes and layers[0] in self.swapped
@@ -125,16 +127,17 @@ class LayerNames:
         """Return the shapes of several layers."""
         return [self.shapes[layer] for layer in layers]
 
-    def _in_blocks(self, patterns: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Insert the indices of the transformer's blocks into native names."""
-        found = {}
-        blocks = sorted({int(part) for name in self.shapes for part in name.split(".") if part.isdigit()})
-        for native, layers in patterns.items():
-            for block in blocks if "{}" in native else [0]:
-                named = tuple(layer.format(block) for layer in layers)
-                if all(layer in self.shapes for layer in named):
-                    found[native.format(block)] = named
-        return found
+
+def in_blocks(patterns: Mapping[str, tuple[str, ...]], known: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Insert the indices of a transformer's blocks into native names of layers or tensors that are known."""
+    found = {}
+    blocks = sorted({int(part) for name in known for part in name.split(".") if part.isdigit()})
+    for native, names in patterns.items():
+        for block in blocks if "{}" in native else [0]:
+            named = tuple(name.format(block) for name in names)
+            if all(name in known for name in named):
+                found[native.format(block)] = named
+    return found
 
 
 def flat(name: str) -> str:

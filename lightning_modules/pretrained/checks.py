@@ -7,15 +7,17 @@ import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
-from lightning_modules.pretrained.weights import GET_AGAIN, PLAIN, SafetensorsWeights
-from lightning_modules.quantization.quantization import FORMATS
+from lightning_modules.family import Family
+from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights
+from lightning_modules.quantization.quantization import FORMATS, PLAIN
 
 IN_16_BITS = (
     "name a repository of plain 16-bit weights; model/quantization=fp8 or fp4 makes it smaller while it is loaded"
@@ -36,18 +38,33 @@ WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 
 
-def models_for(class_name: str | None) -> str:
-    """Return the models in conf/ for a pipeline or transformer of diffusers, as settings to choose; "" if none is."""
+class KnownBase(NamedTuple):
+    """A model in conf/, its base on the hub, and its family."""
+
+    name: str
+    base: str
+    family: type[Family]
+
+
+@cache
+def known_bases() -> list[KnownBase]:
+    """Return the models in conf/ that name a base of their own."""
     found = []
     for path in sorted(MODELS.glob("[!_]*.yaml")):
         text = path.read_text(encoding="utf-8")
-        if not re.search(r"^pretrained_model_name_or_path: \S+/\S+$", text, re.MULTILINE):
+        base = re.search(r"^pretrained_model_name_or_path: (\S+/\S+)$", text, re.MULTILINE)
+        if base is None:
             continue  # a variant of a model, such as its precision
         while not (target := re.search(r"^_target_: (\S+)\.(\w+)$", text, re.MULTILINE)):
             [parent] = re.findall(r"^  - (?!_)(\w+)$", text, re.MULTILINE)
             text = (MODELS / f"{parent}.yaml").read_text(encoding="utf-8")
-        family = getattr(importlib.import_module(target[1]), target[2])
-        found += [path.stem] if class_name in (family.pipeline_name, family.transformer_class) else []
+        found.append(KnownBase(path.stem, base[1], getattr(importlib.import_module(target[1]), target[2])))
+    return found
+
+
+def models_for(class_name: str | None) -> str:
+    """Return the models in conf/ for a pipeline or transformer of diffusers, as settings to choose; "" if none is."""
+    found = [k.name for k in known_bases() if class_name in (k.family.pipeline_name, k.family.transformer_class)]
     return f"model={' or '.join(found)}" if found else ""
 
 
@@ -111,7 +128,7 @@ def check_weight_files(folder: Path, class_name: str) -> None:
             raise UserError(f"{folder} lacks {listing(missing)}: the download is incomplete; {GET_AGAIN}")
 
 
-def check_names(weights: SafetensorsWeights, model: nn.Module, where: str) -> None:
+def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
     """Raise a UserError unless a model's tensors, which may be on the meta device, are all on disk, and no others."""
     dtypes = weights.dtypes
     parameters = [name for name, _ in model.named_parameters()]

@@ -63,6 +63,8 @@ class FrozenBase:
             self.dtype,
             quantization if "transformer" in quantized else None,
             settings.offload["blocks"],
+            family_class.layers.native,
+            self.name,
         )
         devices = settings.devices.items()
         placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices}

@@ -48,12 +48,15 @@ def resolve_repository(name: str) -> str:
     if path.is_dir():
         return str(path)
     if path.is_file():
-        what = f"is {kind_of_file(path) or f'a single {path.suffix[1:]} file'}, which is not read"
+        what = f"is {kind_of_file(path) or f'a single {path.suffix[1:]} file'}, not a repository"
     elif path.suffix in SINGLE_FILES or name.startswith((".", "/", "~")):
-        what = "is not there, and single files are not read"
+        what = "is not there"
     else:
         return name
-    raise UserError(f"{name} {what}. Name a folder in diffusers' layout, or such a repository on the hub (owner/name)")
+    raise UserError(
+        f"{name} {what}. Name a folder in diffusers' layout or such a repository on the hub (owner/name); a single "
+        "file of its transformer is model.transformer_name_or_path"
+    )
 
 
 def shipped_configuration(name: str) -> Path | None:

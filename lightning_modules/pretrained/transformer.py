@@ -1,6 +1,7 @@
 """A pipeline's transformer: its repository, its precision, and loading it."""
 
 import logging
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from datamodules.errors import UserError, listing
 from datamodules.hub import repository_file
 from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.family import Family
+from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained.checks import (
     check_names,
     check_weight_files,
@@ -20,10 +22,17 @@ from lightning_modules.pretrained.checks import (
     read_json,
     refuse_method,
 )
-from lightning_modules.pretrained.repository import index_file, load_model, read_index, resolve_repository
-from lightning_modules.pretrained.weights import SafetensorsWeights, assemble
+from lightning_modules.pretrained.repository import (
+    index_file,
+    load_model,
+    read_index,
+    resolve_repository,
+    shipped_configuration,
+)
+from lightning_modules.pretrained.single_file import name_tensors, open_file, single_file
+from lightning_modules.pretrained.weights import FileWeights, SafetensorsWeights, assemble
 from lightning_modules.quantization.eight_bit import has_tensor_cores
-from lightning_modules.quantization.quantization import Quantization
+from lightning_modules.quantization.quantization import FORMATS, Quantization
 
 log = logging.getLogger("retouch")
 
@@ -64,11 +73,18 @@ class TransformerSource:
     dtype: torch.dtype  # of unquantized weights
     quantization: Quantization | None  # of files that are not quantized; quantized ones are loaded as they are
     streamed: int  # how many of its blocks are offloaded to host memory
+    native: NativeNames = NO_NATIVE_NAMES  # in single files
+    pipeline: str = ""  # folder or hub id of the pipeline that a single file is for
+
+    @cached_property
+    def file(self) -> Path | None:
+        """The single file of its weights; None for a repository."""
+        return single_file(self.name, "model.transformer_name_or_path")
 
     @property
     def repository(self) -> str:
-        """The folder or hub id."""
-        return resolve_repository(self.name)
+        """The folder or hub id, or the path of its single file."""
+        return resolve_repository(self.name) if self.file is None else str(self.file)
 
     @property
     def _class(self) -> Any:
@@ -77,8 +93,19 @@ class TransformerSource:
         return getattr(diffusers, self.class_name)
 
     def config(self) -> dict[str, Any]:
-        """Read its config.json."""
-        return transformer_config(self.repository, self.revision)
+        """Read its config.json; that of a single file is next to it, or in its pipeline."""
+        if self.file is None:
+            return transformer_config(self.repository, self.revision)
+        beside = self.file.with_name("config.json")
+        if beside.is_file() and (config := read_json(beside)).get("_class_name") == self.class_name:
+            return config | {"_subfolder": None}
+        return transformer_config(resolve_repository(str(shipped_configuration(self.pipeline) or self.pipeline)))
+
+    def weights(self) -> FileWeights | None:
+        """Open its weights; None without safetensors files; raise a UserError if they are damaged or do not fit."""
+        if self.file is None:
+            return transformer_weights(self.repository, self.revision)
+        return name_tensors(open_file(self.file), self.file, self.meta, self.native)
 
     def empty(self) -> Any:
         """Build the transformer with its parameters on the meta device, but with its buffers."""
@@ -98,7 +125,7 @@ class TransformerSource:
 
     def pipeline_index(self) -> dict[str, Any]:
         """Read the index of its pipeline; empty for a transformer only."""
-        here = index_file(self.repository, self.revision) is not None
+        here = self.file is None and index_file(self.repository, self.revision) is not None
         return read_index(self.repository, self.revision) if here else {}
 
     def check_settings(self, family: type[Family]) -> None:
@@ -118,7 +145,9 @@ class TransformerSource:
 
     def check_files(self) -> None:
         """Raise a UserError if a local transformer's files are incomplete or of a kind that is not read."""
-        if Path(self.repository).is_dir():
+        if self.file is not None:
+            self.weights()
+        elif Path(self.repository).is_dir():
             folder = Path(self.repository, self.config()["_subfolder"] or ".")
             check_weight_files(folder, self.class_name)
             if (weights := transformer_weights(self.repository, self.revision)) is not None:
@@ -133,7 +162,7 @@ class TransformerSource:
         Raises:
             UserError: the files are damaged or in a format that is not read, or cannot be quantized.
         """
-        weights, quantization = transformer_weights(self.repository, self.revision), self.quantization
+        weights, quantization = self.weights(), self.quantization
         streamed = tuple(f"{block}." for block in streamed_blocks(self.meta, self.streamed))
         assembles = quantization is not None or split or bool(streamed)
         if weights is None and assembles:
@@ -141,7 +170,7 @@ class TransformerSource:
         model = self.empty()
         if weights is not None:
             check_names(weights, model, self.repository)
-        if weights is None or (weights.format is None and not assembles):
+        if weights is None or (self.file is None and weights.format is None and not assembles):
             folder = self.config()["_subfolder"]
             return load_model(self._class, self.repository, folder, self.revision, self.dtype, device)
 
@@ -149,7 +178,8 @@ class TransformerSource:
             return torch.device("cpu") if split or name.startswith(streamed) else device
 
         how = "" if quantization is None else f", quantizing to {quantization.format}"
-        log.info(f"loading transformer{f', {weights.format} on disk' if weights.format else how}")
+        stored = self.file.name if self.file else f"{weights.format} on disk" if weights.format else ""
+        log.info(f"loading transformer{', ' if stored else ''}{stored}{how}")
         assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
         if any(getattr(module, "storage", None) == "fp8" for module in model.modules()):
             used = "products on" if has_tensor_cores(device) else "weights only, without"
@@ -159,13 +189,15 @@ class TransformerSource:
     @cached_property
     def stored_format(self) -> str | None:
         """The format of its linear layers on disk; None if they are not quantized."""
-        weights = transformer_weights(self.repository, self.revision)
+        weights = self.weights()
         return None if weights is None else weights.format
 
     @cached_property
     def precision(self) -> str:
         """The format of its linear layers: the files decide, then the settings."""
         stored, wanted = self.stored_format, self._configured
+        if self.quantization is not None and stored and {*FORMATS[stored].dtypes} <= self.quantization.readable:
+            return wanted
         if stored is not None and self.quantization is not None and stored != wanted:
             log.warning(f"note: {self.name} is {stored} on disk: model.quantization.format={wanted} is ignored")
         return stored or wanted
@@ -176,7 +208,7 @@ class TransformerSource:
         how = self.config().get("quantization_config") or {}
         if how.get("load_in_8bit") or how.get("load_in_4bit"):
             return "int8" if how.get("load_in_8bit") else how.get("bnb_4bit_quant_type", "fp4")
-        return self.precision if Path(self.repository).is_dir() else self._configured
+        return self.precision if os.path.exists(self.repository) else self._configured
 
     @property
     def _configured(self) -> str:

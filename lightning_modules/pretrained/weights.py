@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from datamodules.files import reading
 from lightning_modules.quantization.linear import QuantizedLinear
-from lightning_modules.quantization.quantization import FORMATS, Quantization, return_freed_memory
+from lightning_modules.quantization.quantization import FORMATS, PLAIN, Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
 
 log = logging.getLogger("retouch")
 
 GET_AGAIN = "download it again"
-# safetensors' names of unquantized dtypes.
-PLAIN = ("F64", "F32", "BF16", "F16")
 # Bytes read before a file is reopened: pages of a mapped file stay in memory as long as it is open.
 REOPEN_AFTER = 128 * 2**20
 # Bytes at which a new file begins.
 FILE_SIZE = 2 * 10**9
+ALL_ROWS = slice(None)
 
 
 class Weights(Protocol):
@@ -41,46 +40,16 @@ class Weights(Protocol):
         return self.read(name)
 
 
-class SafetensorsWeights(Weights):
-    """The tensors of a model's safetensors files."""
+class FileWeights(Weights, Protocol):
+    """Tensors of files, of which only some rows may be read."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self.dtypes: dict[str, str] = {}
-        self._file: dict[str, Path] = {}
-        self.notes: dict[str, dict[str, Any]] = {}  # ComfyUI's, of how layers are quantized, by layer
-        for file in files:
-            with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
-                metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))
-                self.notes |= metadata.get("layers", {})
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    self.dtypes[name] = opened.get_slice(name).get_dtype()
-                    self._file[name] = file
-                    if name.endswith(".comfy_quant"):
-                        note = json.loads(bytes(opened.get_tensor(name).tolist()))
-                        self.notes[name.removesuffix(".comfy_quant")] = note
-        self._open: tuple[Path, Any] | None = None
-        self._touched = 0
+    shapes: dict[str, tuple[int, ...]]
+    notes: dict[str, dict[str, Any]]  # ComfyUI's, of how layers are quantized, by layer
 
-    def read(self, name: str) -> Tensor:
-        return self.map(name).clone()
+    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor: ...
 
-    def map(self, name: str) -> Tensor:
-        """Return a tensor in its file's memory: pages are read on use, and the system may drop them."""
-        file = self._file[name]
-        if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
-            self._open, self._touched = (file, safe_open(file, "pt").__enter__()), 0
-        tensor = self._open[1].get_tensor(name)
-        self._touched += tensor.nbytes
-        return tensor
-
-    def on_meta(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return all tensors on the meta device, in this dtype."""
-        shapes = {}
-        for file in sorted(set(self._file.values())):
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    shapes[name] = torch.empty(opened.get_slice(name).get_shape(), dtype=dtype, device="meta")
-        return shapes
+    def map(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        return self.read(name, rows)
 
     @cached_property
     def format(self) -> str | None:
@@ -90,6 +59,40 @@ class SafetensorsWeights(Weights):
                 if row.detect(name, dtype):
                     return format
         return None
+
+
+class SafetensorsWeights(FileWeights):
+    """The tensors of a model's safetensors files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.dtypes, self.shapes, self.notes = {}, {}, {}
+        self._file: dict[str, Path] = {}
+        for file in files:
+            with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
+                metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))
+                self.notes |= metadata.get("layers", {})
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    part = opened.get_slice(name)
+                    self.dtypes[name], self.shapes[name] = part.get_dtype(), tuple(part.get_shape())
+                    self._file[name] = file
+                    if name.endswith(".comfy_quant"):
+                        note = json.loads(bytes(opened.get_tensor(name).tolist()))
+                        self.notes[name.removesuffix(".comfy_quant")] = note
+        self._open: tuple[Path, Any] | None = None
+        self._touched = 0
+
+    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        return self.map(name, rows).clone()
+
+    def map(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        """Return a tensor in its file's memory: pages are read on use, and the system may drop them."""
+        file = self._file[name]
+        if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
+            self._open, self._touched = (file, safe_open(file, "pt").__enter__()), 0
+        tensor = self._open[1].get_tensor(name)
+        tensor = tensor if rows == ALL_ROWS else tensor[rows]
+        self._touched += tensor.nbytes
+        return tensor
 
 
 def assemble(
@@ -107,7 +110,7 @@ def assemble(
 
     Args:
         dtype: of unquantized weights, except for those that the model keeps in float32.
-        quantization: of linear layers that are not quantized on disk; None to keep them.
+        quantization: of linear layers that are not in it or fewer bits on disk; None to keep them.
         placement: returns the final device of a parameter or layer; None for `device`.
     """
     place = placement or (lambda name: device)
@@ -115,18 +118,24 @@ def assemble(
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     converted = set()
     if quantization is not None:
-        unquantized = [name for name in names if weights.dtypes[f"{name}.weight"] in PLAIN]
-        converted = {name for name in unquantized if quantization.converts(name, model.get_submodule(name))}
+        readable = quantization.readable
+        found = [name for name in names if weights.dtypes[f"{name}.weight"] in readable]
+        converted = {name for name in found if quantization.converts(name, model.get_submodule(name))}
     progress = ProgressLines(len(names), "layers")
     layer: nn.Module | None
     for number, name in enumerate(names, 1):
         linear: Any = model.get_submodule(name)
         if quantization is not None and name in converted:
-            tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part, _ in linear.named_parameters()}
+            stored = _stored_layer(linear, name, weights, device, dtype)
+            if stored is None:
+                parts = [part for part, _ in linear.named_parameters()]
+                tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part in parts}
+            else:
+                tensors = {"weight": stored.dequantize(dtype)} | ({} if stored.bias is None else {"bias": stored.bias})
             for part, tensor in tensors.items():
                 _require_shape(f"{name}.{part}", tensor.shape, linear.get_parameter(part).shape)
             linear.load_state_dict(tensors, assign=True)
-            del tensors, tensor
+            del tensors, tensor, stored
             layer = quantization.quantize(linear).to(place(name))
         else:
             layer = _stored_layer(linear, name, weights, place(name), dtype)

@@ -16,6 +16,8 @@ from lightning_modules.execution.blocks import without_autocast
 from lightning_modules.quantization.eight_bit import FP8, INT8
 from lightning_modules.quantization.four_bit import FP4, NF4
 
+# safetensors' names of unquantized dtypes.
+PLAIN = ("F64", "F32", "BF16", "F16")
 FORMATS = {"fp8": FP8, "fp4": FP4, "nf4": NF4, "int8": INT8}
 
 
@@ -45,6 +47,13 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise UserError(f"model.quantization.format={self.format}: choose {', '.join(FORMATS)}")
+
+    @property
+    def readable(self) -> set[str]:
+        """safetensors' names of the dtypes that it quantizes: unquantized ones, and for 4 bits those of 8 bits."""
+        four_bit = FORMATS[self.format].is_four_bit
+        eight_bit = [dtype for row in FORMATS.values() if not row.is_four_bit for dtype in row.dtypes]
+        return {*PLAIN, *(eight_bit if four_bit else ())}
 
     def settings(self) -> dict[str, Any]:
         """Return everything that the quantized weights depend on."""

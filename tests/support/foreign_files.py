@@ -9,7 +9,7 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImag
 from torch import Tensor
 
 from lightning_modules.lora_files.delta import swap_halves
-from lightning_modules.lora_files.names import LayerNames, NativeNames
+from lightning_modules.lora_files.names import LayerNames, NativeNames, in_blocks
 
 # In the model's own code one layer, in diffusers those named; by its first letters what a program trains.
 FLUX = {
@@ -190,7 +190,7 @@ def native_state(state: dict[str, Tensor], transformer: torch.nn.Module, native:
         native: of several names of a tensor, the first is used.
     """
     names, left, found = LayerNames(transformer, native), dict(state), {}
-    for name, layers in (names.native | names._in_blocks(native.read_only)).items():
+    for name, layers in (names.native | in_blocks(native.read_only, names.shapes)).items():
         for part in ("weight", "bias"):
             keys = [f"{layer}.{part}" for layer in layers]
             if all(key in left for key in keys):

@@ -58,7 +58,7 @@ class QwenImage(QwenLatents):
     condition_images = ConditionImages(most=0)
     # As musubi-tuner: both streams' attention and MLPs, 67 % of the weights; not the modulation.
     layers = Layers(
-        NativeNames(unused=("__index_timestep_zero__",)),  # ComfyUI's mark of Edit-2511
+        NativeNames(unused=("__index_timestep_zero__",), marks={"__index_timestep_zero__": "zero_cond_t"}),
         targets=(
             *ATTENTION,
             *TEXT_ATTENTION,

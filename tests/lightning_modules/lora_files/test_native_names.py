@@ -1,10 +1,8 @@
 """Native names of layers and other tensors, by which files come: those of diffusers' converters."""
 
 import itertools
-import json
 import re
 
-import diffusers
 import pytest
 import torch
 from diffusers import Flux2Transformer2DModel, Flux3Transformer2DModel, Krea2Transformer2DModel
@@ -21,7 +19,7 @@ from lightning_modules.families.qwen_image_2_1.module import QwenImage21
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames
-from tasks.models import CONFIGURATIONS
+from lightning_modules.pretrained.repository import CONFIGURATIONS, meta_component
 from tests.support import foreign_files
 
 # By configuration the names, and a tensor in the authors' files that the transformer does not have.
@@ -149,10 +147,7 @@ def test_native_names_of_krea2_are_those_of_diffusers_converter():
 
 def meta(configuration):
     """Build a real transformer on the meta device."""
-    files = json.loads((CONFIGURATIONS / f"{configuration}.json").read_text())["files"]
-    model_class = next(index["transformer"][1] for index in files.values() if "transformer" in index)
-    with torch.device("meta"):
-        return getattr(diffusers, model_class).from_config(files["transformer/config.json"])
+    return meta_component(str(CONFIGURATIONS / configuration), "transformer")
 
 
 def addresses(transformer):

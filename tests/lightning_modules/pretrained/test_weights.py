@@ -121,10 +121,10 @@ def test_layers_are_loaded_as_they_are(checkpoint, source):
 
 def test_settings_do_not_quantize_what_is_quantized(source, tmp_path, caplog):
     folder = write(source, tmp_path / "fp8", fp8())
-    nf4 = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization("nf4"), 0)
-    assert nf4.load(CPU).get_submodule(LAYER).storage.startswith("fp8")
-    assert nf4.precision == nf4.expected_precision == "fp8"
-    assert "is fp8 on disk: model.quantization.format=nf4 is ignored" in caplog.text
+    int8 = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization("int8"), 0)
+    assert int8.load(CPU).get_submodule(LAYER).storage.startswith("fp8")
+    assert int8.precision == int8.expected_precision == "fp8"
+    assert "is fp8 on disk: model.quantization.format=int8 is ignored" in caplog.text
 
 
 @pytest.mark.parametrize("format", NAMES)
@@ -219,10 +219,12 @@ def test_a_file_is_read_whole_or_refused_by_name(source, tmp_path, name):
 
 
 def test_a_single_file_is_named_by_its_kind_and_not_looked_for_on_the_hub(tmp_path):
-    with pytest.raises(UserError, match=r"is not there.*Name a folder in diffusers' layout, or such a repository on"):
+    with pytest.raises(UserError, match=r"is not there\. Name a folder in diffusers' layout or such a repository on"):
         resolve_repository("models/kontext.gguf")
     (tmp_path / "kontext.gguf").write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(UserError, match=r"is a GGUF file, which is not read\. Name a folder"):
+    with pytest.raises(
+        UserError, match=r"is a single gguf file, not a repository\. .*is model.transformer_name_or_path"
+    ):
         resolve_repository(str(tmp_path / "kontext.gguf"))
 
 

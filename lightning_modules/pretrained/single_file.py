@@ -1,0 +1,270 @@
+"""Single files of weights, safetensors or GGUF: their tensors by the names of a model in diffusers."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from datamodules.errors import UserError, listing
+from datamodules.files import PICKLES, kind_of_file, reading
+from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
+from lightning_modules.pretrained.checks import COMFY, check_names, known_bases
+from lightning_modules.pretrained.repository import meta_component, shipped_configuration
+from lightning_modules.pretrained.weights import ALL_ROWS, GET_AGAIN, FileWeights, SafetensorsWeights
+from lightning_modules.quantization.linear import HINTS, SCALED
+from lightning_modules.quantization.quantization import FORMATS
+
+log = logging.getLogger("retouch")
+
+SUFFIXES = (".safetensors", ".sft", ".gguf")
+# Beginnings of a transformer's tensors in checkpoints, and of the other parts that a checkpoint may contain.
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
+OTHER_PARTS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
+# Tensors that say how a file is quantized.
+MARKERS = [row.marker for row in FORMATS.values() if row.marker]
+# A layer's tensor: the layer and the part.
+PART = re.compile(rf"(.+?)\.((?:weight|bias|SCB|weight_format|{SCALED})(?:\.[\w.]+)?)")
+# What tensors of some names say about a file.
+SIGNS = {
+    r"lora_(A|B|down|up)\b|hada_w1|lokr_w1|oft_blocks": (
+        "is a LoRA: pass it by lora= (predict.py), adapter.init_from= or model.training_adapter="
+    ),
+    r"\.(wscales|smooth_factor|smooth_orig|qweight)$": "is quantized by nunchaku (SVDQuant) or a similar program, {}",
+    r"\.weight_scale_2$": "is quantized to nvfp4, {}",
+}
+INSTEAD = "which is not read: use the model's bf16, fp8, int8 or GGUF file"
+
+
+def single_file(name: str, key: str = "") -> Path | None:
+    """Return the path of a single file of weights; None for the name of a repository.
+
+    Args:
+        key: the setting of the name, for a file that does not exist.
+    """
+    path = Path(name).expanduser()
+    if path.suffix not in (*SUFFIXES, *PICKLES) or path.is_dir():
+        return None
+    if not path.is_file():
+        raise UserError(f"{key}={name}: there is no such file. Correct the path.")
+    return path
+
+
+def open_file(path: Path) -> FileWeights:
+    """Open a file; raise a UserError if it is damaged, or no model that is read."""
+    if path.suffix in PICKLES:
+        raise UserError(f"{path} is {kind_of_file(path) or 'a pickle of PyTorch'}: save it as .safetensors")
+    weights = GGUFWeights(path) if path.suffix == ".gguf" else SafetensorsWeights([path])
+    for note in weights.notes.values():
+        method = "ConvRot" if note.get("convrot") else note.get("format")
+        if method not in COMFY.values():
+            raise UserError(f"{path} is quantized by {method}, {INSTEAD}")
+    for sign, what in SIGNS.items():
+        if any(re.search(sign, name) for name in weights.dtypes):
+            raise UserError(f"{path} {what.format(INSTEAD)}")
+    return weights
+
+
+class GGUFWeights(FileWeights):
+    """The tensors of a GGUF file, each dequantized to float32 when it is read.
+
+    Attributes:
+        type: the type of most weights, such as Q4_K.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf
+        except ImportError as error:
+            raise UserError(f"{path}: reading GGUF needs the gguf package. Run pip install gguf.") from error
+        self.dtypes, self.shapes, self.notes = {}, {}, {}
+        counts: Counter[str] = Counter()
+        with reading(path, GET_AGAIN):
+            reader = gguf.GGUFReader(path)
+            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+            for name, tensor in self._tensors.items():
+                counts[tensor.tensor_type.name] += int(tensor.n_elements)
+                # ComfyUI-GGUF's, of tensors whose rows do not fit the blocks.
+                original = reader.get_field(f"comfy.gguf.orig_shape.{name}")
+                shape = tensor.shape[::-1] if original is None else original.contents()
+                self.shapes[name] = tuple(map(int, shape))
+                self.dtypes[name] = "F32"
+        self.type = max(counts, key=counts.__getitem__)
+
+    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        from gguf import dequantize
+
+        tensor, shape = self._tensors[name], self.shapes[name]
+        if len(tensor.data) != shape[0]:  # another shape than the model's
+            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)[rows].clone()
+        return torch.from_numpy(dequantize(tensor.data[rows], tensor.tensor_type).copy())
+
+
+class TensorPlace(NamedTuple):
+    """The place of a model's tensor in a file.
+
+    Attributes:
+        name: of the tensor in the file.
+        rows: of a tensor that several layers share.
+        swapped: whether the halves of the rows are in reverse order.
+    """
+
+    name: str
+    rows: slice = ALL_ROWS
+    swapped: bool = False
+
+
+class NamedWeights(FileWeights):
+    """A file's tensors by their names in a model.
+
+    Args:
+        places: of the model's tensors, and under their own names of those that it does not know.
+        shapes: of the model's tensors that a file may store in another shape of as many elements.
+    """
+
+    def __init__(
+        self, weights: FileWeights, places: Mapping[str, TensorPlace], shapes: Mapping[str, torch.Size]
+    ) -> None:
+        self._weights, self._places = weights, places
+        self.dtypes = {name: weights.dtypes[place.name] for name, place in places.items()}
+        self.shapes = {name: self._shape(place) for name, place in places.items()}
+        for name, shape in shapes.items():
+            if name in self.shapes and shape.numel() == torch.Size(self.shapes[name]).numel():
+                self.shapes[name] = tuple(shape)
+        layers = {(name.rpartition(".")[0], place.name.rpartition(".")[0]) for name, place in places.items()}
+        self.notes = {own: weights.notes[layer] for own, layer in layers if layer in weights.notes}
+
+    def _shape(self, place: TensorPlace) -> tuple[int, ...]:
+        shape = self._weights.shapes[place.name]
+        return (len(range(shape[0])[place.rows]), *shape[1:]) if shape else ()
+
+    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        place = self._places[name]
+        return self._ordered(self._weights.read(place.name, place.rows), name, rows)
+
+    def map(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+        place = self._places[name]
+        # Parts of one tensor would be one storage, which is saved once.
+        if place.rows != ALL_ROWS:
+            return self.read(name, rows)
+        return self._ordered(self._weights.map(place.name), name, rows)
+
+    def _ordered(self, tensor: Tensor, name: str, rows: slice) -> Tensor:
+        if self._places[name].swapped:
+            tensor = torch.cat(tensor.chunk(2)[::-1])
+        tensor = tensor.reshape(self.shapes[name])
+        return tensor if rows == ALL_ROWS else tensor[rows]
+
+
+def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNames) -> NamedWeights:
+    """Return a transformer's tensors by diffusers' names; raise a UserError unless the file is for such a transformer.
+
+    Args:
+        model: on the meta device.
+        native: the names of its layers and tensors in its authors' code.
+    """
+    named = NamedWeights(weights, _places(weights, path, model, native), _reshaped(model, native))
+    if problem := next(_misfits(named, model), None):
+        raise UserError(f"{path} {problem}: {_fitting(weights, path)}")
+    check_names(named, model, str(path))
+    for mark, setting in native.marks.items():
+        if not model.config.get(setting) and any(name.endswith(mark) for name in weights.dtypes):
+            raise UserError(f"{path} has {mark}: it needs a model.pretrained_model_name_or_path with {setting}")
+    if any(name.endswith(HINTS) for name in named.dtypes):
+        _log_once(f"the scales of inputs in {path.name} are not used: inputs are scaled by their own size")
+    return named
+
+
+@cache
+def _log_once(text: str) -> None:
+    log.info(text)
+
+
+def _places(weights: FileWeights, path: Path, model: nn.Module, native: NativeNames) -> dict[str, TensorPlace]:
+    """Return the places of a transformer's tensors; raise a UserError for a tensor that is there twice."""
+    layers, own = LayerNames(model, native), dict(model.named_parameters())
+    tensors = in_blocks({name: (one,) for name, one in native.tensors.items()}, own)
+    start = next((one for one in PREFIXES if any(name.startswith(one) for name in weights.dtypes)), "")
+    places: dict[str, TensorPlace] = {}
+    others = set()
+    for name in weights.dtypes:
+        key = name.removeprefix(start)
+        if any(re.fullmatch(pattern, key) for pattern in native.unused):
+            continue
+        if not name.startswith(start) and name.startswith(OTHER_PARTS):
+            others.add(name.partition(".")[0])
+            continue
+        part = PART.fullmatch(key)
+        meaning = layers.meaning(part[1]) if part and key not in own else None
+        if part and meaning:
+            if len(meaning.layers) > 1 and weights.dtypes[name] == "U8" and part[2] == "weight":
+                raise UserError(f"{path} has {name} in 4 bits, which cannot be split into layers, {INSTEAD}")
+            found = _split(name, part[2], meaning, weights.shapes[name], layers)
+        else:
+            found = {tensors.get(key, (key,))[0]: TensorPlace(name)}
+        if twice := found.keys() & places.keys():
+            raise UserError(f"{path} has {min(twice)} twice, as {places[min(twice)].name} and {name}: {GET_AGAIN}")
+        places |= found
+    if others:
+        _log_once(f"{', '.join(sorted(others))} of {path.name} are not used: only its transformer is")
+    return places
+
+
+def _split(
+    name: str, part: str, meaning: Meaning, shape: tuple[int, ...], layers: LayerNames
+) -> dict[str, TensorPlace]:
+    """Return the places of the tensors of several layers in the tensor of the layer that joins them."""
+    rows = [one.out_features for one in layers.shapes_of(meaning.layers)]
+    by_rows = bool(shape) and shape[0] == sum(rows) and shape[0] > 1
+    ends = list(accumulate(rows))
+    return {
+        f"{layer}.{part}": TensorPlace(
+            name, slice(end - count, end) if by_rows else ALL_ROWS, meaning.swapped and by_rows
+        )
+        for layer, end, count in zip(meaning.layers, ends, rows, strict=True)
+    }
+
+
+def _reshaped(model: nn.Module, native: NativeNames) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors that the authors store in other shapes: none of them is a layer's."""
+    own = dict(model.named_parameters())
+    return {name: own[name].shape for [name] in in_blocks({k: (v,) for k, v in native.tensors.items()}, own).values()}
+
+
+def _misfits(weights: FileWeights, model: nn.Module) -> Iterator[str]:
+    """Yield what does not fit: missing tensors, unknown ones, other shapes; packed weights have no comparable shape."""
+    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if missing := own.keys() - weights.dtypes.keys():
+        yield f"lacks {listing(sorted(missing))}"
+    layers = {name.removesuffix(".weight") for name in own}
+    strange = [name for name in weights.dtypes if name not in own and not _is_companion(name, layers)]
+    if strange:
+        yield f"has {listing(sorted(strange))}, for which {type(model).__name__} has no place"
+    for name, shape in own.items():
+        if weights.dtypes[name] != "U8" and weights.shapes[name] != shape:
+            yield f"has {name} of {'x'.join(map(str, weights.shapes[name]))}, not {'x'.join(map(str, shape))}"
+
+
+def _is_companion(name: str, layers: Collection[str]) -> bool:
+    """Return whether a tensor belongs to a quantized layer, or marks the format of the file."""
+    part = PART.fullmatch(name)
+    return name in MARKERS or (part is not None and part[1] in layers and part[2] not in ("weight", "bias"))
+
+
+def _fitting(weights: FileWeights, path: Path) -> str:
+    """Return what to do with a file that does not fit: choose the models that it fits."""
+    found = []
+    for known in known_bases():
+        if folder := shipped_configuration(known.base):
+            model, native = meta_component(str(folder), "transformer"), known.family.layers.native
+            named = NamedWeights(weights, _places(weights, path, model, native), _reshaped(model, native))
+            found += [known] if next(_misfits(named, model), None) is None else []
+    if found:
+        return f"it fits {found[0].base}. Choose model={' or '.join(known.name for known in found)}"
+    return "it fits none of the known models. Put its config.json next to it, or name another file"

@@ -1,0 +1,374 @@
+"""Transformers in single files, as ComfyUI's users have them: the same weights, or one line that says why not."""
+
+import json
+import struct
+from collections.abc import Callable
+
+import gguf
+import pytest
+import torch
+from hydra.utils import get_class
+from safetensors.torch import save_file
+from torch import nn
+
+from datamodules.errors import UserError
+from lightning_modules.families.z_image.module import NATIVE_NAMES
+from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.pretrained.repository import meta_component, shipped_configuration
+from lightning_modules.pretrained.transformer import TransformerSource
+from lightning_modules.quantization.linear import SCALES, QuantizedLinear
+from tests.support.commands import compose
+from tests.support.foreign_files import native_state
+from tests.support.quantized import CPU, quantization
+from tests.support.steps import family, inputs
+from tests.support.tiny_pipelines import MODELS, every_model
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+INT8_NOTE = {"format": "int8_tensorwise"}
+
+
+def source_of(model, repository, name, dtype=torch.bfloat16, quantized=None):
+    """Return the transformer of a file, or of the repository, as the model's module would have it."""
+    kind = get_class(compose("predict", f"model={model}").model._target_)
+    more = kind.layers.native, str(repository)
+    return TransformerSource(kind.transformer_class, str(name), None, dtype, quantized, 0, *more)
+
+
+class Files:
+    """A tiny model's transformer, written to files in every way."""
+
+    def __init__(self, model, repository, folder):
+        self.model, self.repository, self.folder = model, repository, folder
+        source = source_of(model, repository, repository)
+        self.native, self.meta = source.native, source.meta
+        self.own = source.load(CPU)
+        self.state = self.own.state_dict()
+        self.layers = {name for name, module in self.meta.named_modules() if isinstance(module, nn.Linear)}
+
+    def in_native_names(self) -> dict[str, torch.Tensor]:
+        return native_state(self.state, self.meta, self.native)
+
+    def quantized(self, quantize: Callable, scale_name: str, per_row: bool, note: dict | None = None, everything=False):
+        """Quantize the layers in native names that stand for linear layers."""
+        names = LayerNames(self.meta, self.native)
+        found = {}
+        for key, tensor in self.in_native_names().items():
+            layer, _, part = key.rpartition(".")
+            if part != "weight" or names.meaning(layer) is None or tensor.dim() != 2:
+                found[key] = quantize(tensor, None)[0] if everything else tensor
+                continue
+            maxima = tensor.float().abs().amax(1, keepdim=True) if per_row else tensor.float().abs().max()
+            found[key], scale = quantize(tensor.float(), maxima.clamp_min(1e-6))
+            if scale_name:
+                found[f"{layer}.{scale_name}"] = scale
+            if note:
+                found[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+        return found
+
+    def write(self, state: dict[str, torch.Tensor], name: str = "model.safetensors", prefix: str = ""):
+        path = self.folder / name
+        save_file({prefix + key: tensor.contiguous() for key, tensor in state.items()}, path)
+        return path
+
+    def source(self, path, **more):
+        return source_of(self.model, self.repository, path, **more)
+
+
+def fp8(dtype):
+    def quantize(weight, maxima):
+        scale = maxima / torch.finfo(dtype).max
+        return (weight / scale).to(dtype), scale
+
+    return quantize
+
+
+def int8(weight, maxima):
+    scale = maxima / 127
+    return (weight / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def gguf_file(files, type):
+    """Write the native tensors by the gguf library, as ComfyUI-GGUF's converter does; return their values, too."""
+    path, values = files.folder / f"{type.name}.gguf", {}
+    writer = gguf.GGUFWriter(path, "flux")
+    for key, tensor in files.in_native_names().items():
+        array, kind = tensor.float().numpy(), type
+        if array.ndim != 2 or array.shape[1] % gguf.GGML_QUANT_SIZES[type][0]:
+            kind = gguf.GGMLQuantizationType.F32
+        data = gguf.quantize(array, kind)
+        writer.add_tensor(key, data, raw_dtype=kind)
+        values[key] = torch.from_numpy(gguf.dequantize(data, kind).copy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return path, values
+
+
+@pytest.fixture(scope="module")
+def files_of(repositories, tmp_path_factory):
+    made = {}
+
+    def get(model):
+        if model not in made:
+            made[model] = Files(model, repositories[model], tmp_path_factory.mktemp(model))
+        return made[model]
+
+    return get
+
+
+def dequantized(model):
+    """Return a transformer's weights by name, those of quantized layers dequantized."""
+    state = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}
+    return state | {f"{name}.weight": one.dequantize(torch.float32) for name, one in layers.items()}
+
+
+def assert_equal(model, state):
+    own = dequantized(model)
+    assert own.keys() == state.keys()
+    assert not [name for name in state if not torch.equal(own[name].float(), state[name].float())]
+
+
+@every_model
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
+def test_weights_in_the_authors_names_are_those_of_the_repository(model, prefix, files_of):
+    files = files_of(model)
+    loaded = files.source(files.write(files.in_native_names(), prefix=prefix)).load(CPU)
+    assert_equal(loaded, files.state)
+
+
+@every_model
+def test_weights_in_diffusers_names_are_those_of_the_repository(model, files_of):
+    files = files_of(model)
+    assert_equal(files.source(files.write(files.state)).load(CPU), files.state)
+
+
+QUANTIZED = {
+    "fp8 plain": (lambda weight, _: (weight.to(E4M3), None), "", False, None),
+    "all in fp8": (lambda weight, _: (weight.to(E4M3), None), "", False, None, True),
+    "fp8 e5m2 plain": (lambda weight, _: (weight.to(E5M2), None), "", False, None),
+    "fp8 scaled": (fp8(E4M3), "scale_weight", False, None),
+    "fp8 by ComfyUI": (fp8(E4M3), "weight_scale", False, {"format": "float8_e4m3fn"}),
+    "int8": (int8, "weight_scale", False, INT8_NOTE),
+    "int8 a row": (int8, "weight_scale", True, {**INT8_NOTE, "per_row": True}),
+}
+
+
+@every_model
+@pytest.mark.parametrize("way", QUANTIZED)
+def test_quantized_weights_are_loaded_as_they_are(model, way, files_of):
+    """Values are weight times scale, and scales are split with the layers that are joined."""
+    files = files_of(model)
+    state = files.quantized(*QUANTIZED[way])
+    loaded = files.source(files.write(state)).load(CPU)
+    kinds = {type(module) for name, module in loaded.named_modules() if name in files.layers}
+    assert QuantizedLinear in kinds
+    values = {}
+    for key, tensor in state.items():
+        scales = [state[name] for end in SCALES if (name := f"{key.removesuffix('.weight')}.{end}") in state]
+        if key.endswith((*SCALES, "comfy_quant")):
+            continue
+        values[key] = tensor.float() * (scales[0] if scales and key.endswith(".weight") else 1)
+    expected = files.source(files.write(values, "values.safetensors"), dtype=torch.float32).load(CPU)
+    own = dequantized(loaded)
+    for name, parameter in expected.named_parameters():
+        wanted = parameter if f"{name.removesuffix('.weight')}" in files.layers else parameter.to(own[name].dtype)
+        torch.testing.assert_close(own[name].float(), wanted.float(), rtol=1e-6, atol=0)
+
+
+@every_model
+@pytest.mark.parametrize("type", ["Q8_0", "BF16", "F16"])
+def test_gguf_is_dequantized_by_its_library(model, type, files_of):
+    files = files_of(model)
+    path, values = gguf_file(files, gguf.GGMLQuantizationType[type])
+    expected = files.source(files.write(values, "values.safetensors"), dtype=torch.float32).load(CPU)
+    assert_equal(files.source(path, dtype=torch.float32).load(CPU), dict(expected.named_parameters()))
+
+
+@every_model
+def test_a_training_step_is_that_of_the_repository(model, files_of):
+    files = files_of(model)
+    steps = []
+    exact = files.source(files.repository, dtype=torch.float32).load(CPU).state_dict()
+    path = files.write(native_state(exact, files.meta, files.native))
+    for more in ([], [f"model.transformer_name_or_path={path}"]):
+        module = family(files.repository, model, *MODELS[model].settings, *more)
+        loss = module.denoise(*inputs(module)).float().square().mean()
+        loss.backward()
+        gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+        steps.append({"loss": loss.detach(), **gradients})
+    assert steps[0].keys() == steps[1].keys()
+    assert len(steps[0]) > 10
+    assert not [name for name in steps[0] if not torch.equal(steps[0][name], steps[1][name])]
+
+
+@pytest.fixture(scope="module")
+def flux(files_of):
+    return files_of("flux_kontext")
+
+
+def test_8_bits_are_quantized_again_to_4_if_these_are_configured(flux):
+    path = flux.write(flux.quantized(fp8(E4M3), "scale_weight", False))
+    nf4 = flux.source(path, quantized=quantization("nf4"))
+    assert nf4.precision == "nf4"
+    values = dequantized(flux.source(path).load(CPU))
+    layer = nf4.load(CPU).transformer_blocks[0].attn.to_q
+    assert layer.storage.startswith("nf4")
+    plain = nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16)
+    plain.weight.data = values["transformer_blocks.0.attn.to_q.weight"].to(torch.bfloat16)
+    wanted = quantization("nf4").quantize(plain).dequantize(torch.float32)
+    assert torch.equal(layer.dequantize(torch.float32), wanted)
+    assert flux.source(path, quantized=quantization("int8")).precision == "fp8"  # nothing to gain
+
+
+def test_a_checkpoint_of_all_parts_is_read_without_the_others(flux, caplog):
+    state = {f"model.diffusion_model.{key}": tensor for key, tensor in flux.in_native_names().items()}
+    path = flux.write(state | {"vae.encoder.conv_in.weight": torch.zeros(1), "text_encoders.clip_l.x": torch.zeros(1)})
+    with caplog.at_level("INFO", "retouch"):
+        assert_equal(flux.source(path).load(CPU), flux.state)
+    assert "text_encoders, vae of model.safetensors are not used" in caplog.text
+
+
+def test_the_config_next_to_a_file_counts(flux):
+    """A model of fewer blocks than its pipeline's."""
+    folder = flux.folder / "pruned"
+    folder.mkdir()
+    kept = {name: one for name, one in flux.state.items() if not name.startswith("transformer_blocks.1.")}
+    save_file(kept, folder / "pruned.safetensors")
+    with pytest.raises(UserError, match=r"pruned.safetensors lacks transformer_blocks.1.*Put its config.json next to"):
+        flux.source(folder / "pruned.safetensors").check_files()
+    (folder / "config.json").write_text(json.dumps({**flux.own.config, "num_layers": 1}))
+    assert_equal(flux.source(folder / "pruned.safetensors").load(CPU), kept)
+
+
+def refusal(files, path):
+    """Return the one line by which a file is refused, before weights are read."""
+    with pytest.raises(UserError) as caught:
+        files.source(path).check_files()
+    assert "\n" not in str(caught.value)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+def changed(**tensors):
+    """Return a change of a file's tensors; None removes one."""
+
+    def change(state):
+        found = state | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    return change
+
+
+def noted(**note):
+    tensor = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+    return changed(double_blocks__0__img_attn__proj__comfy_quant=tensor)
+
+
+ONE = torch.ones(1)
+REFUSED = {
+    "a LoRA": (lambda _: {"double_blocks.0.img_attn.proj.lora_down.weight": ONE}, "is a LoRA: pass it by lora="),
+    "nunchaku": (changed(single_blocks__0__linear1__wscales=ONE), "quantized by nunchaku"),
+    "nvfp4": (noted(format="nvfp4"), "quantized by nvfp4, which is not read: use the model's bf16, fp8"),
+    "nvfp4 without a note": (changed(img_in__weight_scale_2=ONE), "quantized to nvfp4"),
+    "mxfp8": (noted(format="mxfp8"), "quantized by mxfp8"),
+    "ConvRot": (noted(format="int8_tensorwise", convrot=True), "quantized by ConvRot"),
+    "a missing tensor": (changed(img_in__bias=None), "lacks x_embedder.bias"),
+    "an unknown tensor": (changed(double_blocks__9__mystery=ONE), "has double_blocks.9.mystery, for which"),
+    "4 bits of joined layers": (
+        changed(double_blocks__0__img_attn__qkv__weight=torch.zeros(9, 1, dtype=torch.uint8)),
+        "has double_blocks.0.img_attn.qkv.weight in 4 bits, which cannot be split",
+    ),
+    "another shape": (changed(img_in__bias=torch.ones(3)), "has x_embedder.bias of 3, not 64"),
+    "both names": (changed(x_embedder__bias=torch.ones(64)), "has x_embedder.bias twice, as"),
+    "integers": (changed(img_in__bias=torch.ones(64, dtype=torch.int32)), "in I32, whose scales are not known"),
+    "int8 without scales": (
+        lambda state: state | {"img_in.weight": state["img_in.weight"].to(torch.int8)},
+        "lacks the scales of x_embedder",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_file_that_is_not_the_transformer_is_refused_by_what_it_is(kind, flux):
+    change, words = REFUSED[kind]
+    assert words in refusal(flux, flux.write(change(flux.in_native_names()), "refused.safetensors"))
+
+
+def header(content: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(content) if length is None else length) + content
+
+
+def overlapping(_):
+    part = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    return header(json.dumps({"a": part, "b": part}).encode()) + bytes(8)
+
+
+DAMAGED = {
+    "cut off": lambda whole: whole[: len(whole) // 2],
+    "a header of 1 GB": lambda _: header(b"{" + b" " * 100, 10**9),
+    "overlapping offsets": overlapping,
+    "zeros": lambda _: bytes(4096),
+    "a web page": lambda _: b"<!doctype html><html>" + bytes(100),
+    "nothing": lambda _: b"",
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".gguf"])
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_one_line(damage, suffix, flux):
+    whole = (
+        flux.write(flux.in_native_names())
+        if suffix == ".safetensors"
+        else gguf_file(flux, gguf.GGMLQuantizationType.Q8_0)[0]
+    )
+    path = flux.folder / f"damaged{suffix}"
+    path.write_bytes(DAMAGED[damage](whole.read_bytes()))
+    assert len(refusal(flux, path)) < 300
+
+
+def test_a_gguf_file_of_impossible_counts_is_refused_at_once(flux):
+    path = flux.folder / "huge.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60) + bytes(64))
+    assert "damaged" in refusal(flux, path)
+
+
+def test_a_file_of_another_model_names_that_model(flux):
+    """The other file has Z-Image's names and shapes, in float16 without content."""
+    folder, path = shipped_configuration("Tongyi-MAI/Z-Image"), flux.folder / "z_image.safetensors"
+    meta = meta_component(str(folder), "transformer")
+    offset, table = 0, {}
+    for name, tensor in native_state(meta.state_dict(), meta, NATIVE_NAMES).items():
+        table[name] = {
+            "dtype": "F16",
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + 2 * tensor.numel()],
+        }
+        offset += 2 * tensor.numel()
+    path.write_bytes(header(json.dumps(table).encode()))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + offset)  # sparse
+    assert "it fits Tongyi-MAI/Z-Image. Choose model=z_image" in refusal(flux, path)
+
+
+def test_edit_2511_in_a_file_needs_its_base(files_of):
+    """ComfyUI's mark of the file; the shapes are those of older versions."""
+    files = files_of("qwen_image_edit_plus")
+    path = files.write(files.in_native_names() | {"__index_timestep_zero__": torch.zeros(0)})
+    files.source(path).check_files()
+    older = files.source(path)
+    older.meta.register_to_config(zero_cond_t=False)
+    with pytest.raises(UserError, match=r"needs a model\.pretrained_model_name_or_path with zero_cond_t"):
+        older.check_files()
+
+
+@pytest.mark.parametrize("name", ["missing.safetensors", "~/missing.gguf"])
+def test_a_file_that_is_not_there_is_named(name, flux):
+    with pytest.raises(UserError, match="there is no such file"):
+        _ = flux.source(name).repository
+
+
+def test_a_pickle_is_refused(flux):
+    torch.save({"a": ONE}, flux.folder / "old.ckpt")
+    assert "pickle of PyTorch: save it as .safetensors" in refusal(flux, flux.folder / "old.ckpt")
