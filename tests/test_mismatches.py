@@ -6,7 +6,7 @@ import pytest
 from hydra.utils import instantiate
 
 from datamodules.errors import UserError
-from lightning_modules.pretrained.frozen_base import note_once
+from lightning_modules.pretrained.checks import note_once
 from tests.support.commands import compose
 from tests.support.pictures import photograph
 from tests.support.tiny_pipelines import MODELS, edit_json

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from datamodules.edits import own_edits
 from datamodules.errors import UserError
 from lightning_modules.family import Sampling
-from lightning_modules.pretrained.frozen_base import note_once
+from lightning_modules.pretrained.checks import note_once
 from report.images import read_strip
 from tests.support.commands import compose, short
 from tests.support.pictures import photograph, pixels, records

@@ -5,6 +5,7 @@ Libraries fill gaps with random numbers or empty vocabularies, and ignore scales
 
 import importlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -18,6 +19,8 @@ from datamodules.files import reading
 from lightning_modules.family import Family
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights
 from lightning_modules.quantization.quantization import FORMATS, PLAIN
+
+log = logging.getLogger("retouch")
 
 IN_16_BITS = (
     "name a repository of plain 16-bit weights; model/quantization=fp8 or fp4 makes it smaller while it is loaded"
@@ -36,6 +39,12 @@ USUAL = {
 # Files of weights, whether they are read or not.
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
 MODELS = Path(__file__).parents[2] / "conf" / "model"
+
+
+@cache
+def note_once(text: str) -> None:
+    """Warn, but only once: a run has several modules."""
+    log.warning(f"note: {text}")
 
 
 class KnownBase(NamedTuple):

@@ -1,9 +1,8 @@
 """The frozen pipeline that is fine-tuned: its repository, components and transformer."""
 
-import logging
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,15 @@ from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.checks import check_component, models_for
+from lightning_modules.pretrained.checks import check_component, models_for, note_once
 from lightning_modules.pretrained.repository import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
 from lightning_modules.settings import ModelSettings
 from lightning_modules.timing import LOADING, StageTimer
 
-log = logging.getLogger("retouch")
-
 # Words in the names of distilled checkpoints, such as Z-Image-Turbo, FLUX.1-schnell and Qwen-Image-Lightning.
 DISTILLED = re.compile(r"(?<![a-z])(turbo|schnell|lightning|distilled)(?![a-z])", re.IGNORECASE)
-
-
-@cache
-def note_once(text: str) -> None:
-    """Warn, but only once: a run has several modules."""
-    log.warning(f"note: {text}")
 
 
 class FrozenBase:

@@ -1,10 +1,8 @@
 """Single files of weights, safetensors or GGUF: their tensors by the names of a model in diffusers."""
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +13,11 @@ from torch import Tensor, nn
 from datamodules.errors import UserError, listing
 from datamodules.files import PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
-from lightning_modules.pretrained.checks import COMFY, check_names, known_bases
+from lightning_modules.pretrained.checks import COMFY, check_names, known_bases, note_once
 from lightning_modules.pretrained.repository import meta_component, shipped_configuration
 from lightning_modules.pretrained.weights import ALL_ROWS, GET_AGAIN, FileWeights, SafetensorsWeights
 from lightning_modules.quantization.linear import HINTS, SCALED
 from lightning_modules.quantization.quantization import FORMATS
-
-log = logging.getLogger("retouch")
 
 SUFFIXES = (".safetensors", ".sft", ".gguf")
 # Beginnings of a transformer's tensors in checkpoints, and of the other parts that a checkpoint may contain.
@@ -177,13 +173,8 @@ def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNam
         if not model.config.get(setting) and any(name.endswith(mark) for name in weights.dtypes):
             raise UserError(f"{path} has {mark}: it needs a model.pretrained_model_name_or_path with {setting}")
     if any(name.endswith(HINTS) for name in named.dtypes):
-        _log_once(f"the scales of inputs in {path.name} are not used: inputs are scaled by their own size")
+        note_once(f"the scales of inputs in {path.name} are not used: inputs are scaled by their own size")
     return named
-
-
-@cache
-def _log_once(text: str) -> None:
-    log.info(text)
 
 
 def _places(weights: FileWeights, path: Path, model: nn.Module, native: NativeNames) -> dict[str, TensorPlace]:
@@ -212,7 +203,7 @@ def _places(weights: FileWeights, path: Path, model: nn.Module, native: NativeNa
             raise UserError(f"{path} has {min(twice)} twice, as {places[min(twice)].name} and {name}: {GET_AGAIN}")
         places |= found
     if others:
-        _log_once(f"{', '.join(sorted(others))} of {path.name} are not used: only its transformer is")
+        note_once(f"{', '.join(sorted(others))} of {path.name} are not used: only its transformer is")
     return places
 
 

@@ -19,6 +19,7 @@ from lightning_modules.pretrained.checks import (
     check_weight_files,
     indexed_files,
     models_for,
+    note_once,
     read_json,
     refuse_method,
 )
@@ -29,7 +30,7 @@ from lightning_modules.pretrained.repository import (
     resolve_repository,
     shipped_configuration,
 )
-from lightning_modules.pretrained.single_file import name_tensors, open_file, single_file
+from lightning_modules.pretrained.single_file import GGUFWeights, name_tensors, open_file, single_file
 from lightning_modules.pretrained.weights import FileWeights, SafetensorsWeights, assemble
 from lightning_modules.quantization.eight_bit import has_tensor_cores
 from lightning_modules.quantization.quantization import FORMATS, Quantization
@@ -105,7 +106,13 @@ class TransformerSource:
         """Open its weights; None without safetensors files; raise a UserError if they are damaged or do not fit."""
         if self.file is None:
             return transformer_weights(self.repository, self.revision)
-        return name_tensors(open_file(self.file), self.file, self.meta, self.native)
+        stored = open_file(self.file)
+        if isinstance(stored, GGUFWeights) and self.quantization is None:
+            note_once(
+                f"{self.file.name} is {stored.type} on disk and becomes {self._configured}. model/quantization=nf4 or "
+                "fp8 takes less memory"
+            )
+        return name_tensors(stored, self.file, self.meta, self.native)
 
     def empty(self) -> Any:
         """Build the transformer with its parameters on the meta device, but with its buffers."""

@@ -18,7 +18,7 @@ from lightning_modules.families.qwen_image.module import QwenImage
 from lightning_modules.families.qwen_image_2_1.module import QwenImage21
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import swap_halves
-from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.names import LayerNames, in_blocks
 from lightning_modules.pretrained.repository import CONFIGURATIONS, meta_component
 from tests.support import foreign_files
 
@@ -119,7 +119,7 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
         "final_layer.linear": ("all_final_layer.2-1.linear",),
         "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
     }
-    natives = names._in_blocks(ZImage.layers.native.read_only)
+    natives = in_blocks(ZImage.layers.native.read_only, names.shapes)
     same = {name: (name,) for name in names.shapes if not any(name in layers for layers in natives.values())}
     found = same | natives
     assert {native: found.pop(native) for native in of_comfyui} == of_comfyui
