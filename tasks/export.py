@@ -17,7 +17,7 @@ from callbacks.lora_checkpoint import model_header
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import short_name
 from lightning_modules.adapters.full import FullFineTuning
-from lightning_modules.adapters.fusing import extract, write_fused
+from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
 from lightning_modules.adapters.ranks import PATTERNS, Ranks
 from lightning_modules.lora_files.compatibility import readers
@@ -102,10 +102,10 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
     titles = [title(file.path) for file in files] or [Path(str(cfg.extract)).name]
     path = _free_path(cfg, titles, output_dir)
     if cfg.fuse:
-        for key in ("format", "export.dtype"):
+        for key in ("export.dtype", "model/quantization" if cfg.format == "comfyui" else "format"):
             if any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.task):
-                raise UserError(f"{key} has no effect with fuse=true, which writes a transformer as its base is")
-        require_empty(output_dir)
+                how = "transformer as its base is, or one file in model.dtype by format=comfyui"
+                raise UserError(f"{key} has no effect with fuse=true, which writes a {how}. Omit it.")
     if cfg.extract is not None:
         lora, model = _extract(cfg)
     else:
@@ -120,7 +120,7 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         elif cfg.rank is not None:
             lora = _with_rank(lora, cfg.rank)
     if cfg.fuse:
-        _fuse(cfg, lora, model, output_dir)
+        _fuse(cfg, lora, model, path)
     else:
         facts = {"format": cfg.format, "from": titles}
         facts |= {"weights": weights} if cfg.merge is not None else {}
@@ -128,7 +128,7 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         header = published(lora.header_of(facts), model.name)
         write(path, lora.deltas, header, dtype, cfg.format, model.names)
         _print_table(path, lora, model, cfg.format)
-    log.info(f"done: {output_dir if cfg.fuse else path}")
+    log.info(f"done: {path}")
 
 
 def _chosen_files(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
@@ -151,7 +151,10 @@ def _chosen_files(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
 
 
 def _free_path(cfg: DictConfig, titles: list[str], output_dir: Path) -> Path:
-    """Return the file's path; raises UserError if something else is there and overwrite is false."""
+    """Return the path to write to; raises UserError if something else is there and overwrite is false."""
+    if cfg.fuse and cfg.format != "comfyui":
+        require_empty(output_dir)
+        return output_dir
     name = "+".join(titles) + ("" if cfg.rank is None else f"_rank{cfg.rank}")
     path = output_dir / (FORMATS[cfg.format].file or f"{short_name(name, 200)}_{cfg.format}.safetensors")
     written = [path, *([path.with_name(PEFT_CONFIG_NAME)] if path.name == PEFT_WEIGHTS_NAME else [])]
@@ -277,18 +280,20 @@ def _extract(cfg: DictConfig) -> tuple[ExportedLoRA, KnownModel]:
     return ExportedLoRA(dict(deltas), header, 1.0), model
 
 
-def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, output_dir: Path) -> None:
-    """Write the model's transformer with the LoRA in its weights to output_dir."""
+def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, path: Path) -> None:
+    """Write the model's transformer with the LoRA in its weights to a folder, or to one file of format=comfyui."""
     if model.guessed:
         raise UserError(f"fuse=true needs the model itself: pass model=NAME, as in model={model.name}")
     silence_libraries()
     device = compute_device(cfg)
     module = frozen_model(cfg)
     module.check()
-    source = module.base.source
-    rounding = write_fused(source, lora.deltas, output_dir, device)
-    size = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
-    log.info(f"{output_dir} contains {model.base}'s transformer with the LoRA, {source.precision}, {decimal(size)}")
+    source, is_file = module.base.source, cfg.format == "comfyui"
+    rounding = (fuse_to_file if is_file else write_fused)(source, lora.deltas, path, device)
+    size = sum(one.stat().st_size for one in ([path] if is_file else path.glob("*.safetensors")))
+    precision = str(source.dtype).removeprefix("torch.") if is_file else source.precision
+    log.info(f"{path} contains {model.base}'s transformer with the LoRA, {precision}, {decimal(size)}")
     if rounding is not None and rounding.share > 0:
-        log.info(f"rounding to {source.precision} changes the update by {rounding.share:.2%}")
-    log.info(f"use it: model={model.name} model.transformer_name_or_path={output_dir}")
+        log.info(f"rounding to {precision} changes the update by {rounding.share:.2%}")
+    comfyui = "; in ComfyUI: move it to models/diffusion_models" if is_file else ""
+    log.info(f"use it: model={model.name} model.transformer_name_or_path={path}{comfyui}")

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
 from lightning_modules.lora_files.delta import Delta, LowRank, best_of_rank
+from lightning_modules.pretrained.single_file import save_native
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.weights import FILE_SIZE, FileWeights, Weights, assemble, save_quantized
+from lightning_modules.pretrained.weights import FILE_SIZE, FileWeights, Weights, assemble, save_quantized, stored_layer
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
@@ -44,25 +45,30 @@ class Rounding:
 
 
 class FusedWeights(Weights):
-    """Weights on disk, read in a dtype with the deltas added; computes on a device."""
+    """A transformer's weights on disk, dequantized, with the deltas added, in its dtype; computes on a device."""
 
-    def __init__(
-        self, weights: FileWeights, deltas: Mapping[str, Delta], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, source: TransformerSource, deltas: Mapping[str, Delta], device: torch.device) -> None:
+        weights = source.weights()
+        if weights is None:
+            raise UserError(f"{source.name}: only safetensors weights can be fused with a LoRA")
         self.dtypes = weights.dtypes
-        self._dtype = dtype
+        self.stored = weights
         self.rounding = Rounding()
-        self._weights = weights
+        self._dtype = source.dtype
+        self._linears = {name: layer for name, layer in source.meta.named_modules() if isinstance(layer, nn.Linear)}
         self._deltas = deltas
         self._device = device
 
     def read(self, name: str) -> Tensor:
-        weight = self._weights.read(name)
-        delta = self._deltas.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        layer, _, part = name.rpartition(".")
+        linear, dtype = self._linears.get(layer) if part == "weight" else None, self._dtype
+        quantized = None if linear is None else stored_layer(linear, layer, self.stored, self._device, dtype)
+        weight = self.stored.read(name) if quantized is None else quantized.dequantize(torch.float32)
+        delta = None if linear is None else self._deltas.get(layer)
         if delta is None:
-            return weight.to(self._dtype)
+            return weight.to("cpu", dtype)
         wanted = delta.updated(weight.to(self._device))
-        written = wanted.to(self._dtype)
+        written = wanted.to(dtype)
         self.rounding.note(weight.to(self._device), wanted, written)
         return written.cpu()
 
@@ -79,11 +85,8 @@ def write_fused(
     Returns:
         The loss by rounding; None if the weights are quantized for the first time.
     """
-    weights = source.weights()
-    if weights is None:
-        raise UserError(f"{source.name}: only safetensors weights can be fused with a LoRA")
-    fused = FusedWeights(weights, deltas, source.dtype, device)
-    rounding = None
+    fused = FusedWeights(source, deltas, device)
+    weights, rounding = fused.stored, None
     with replacing_folder(folder) as unfinished:
         if weights.format is not None:  # plain layers stay as they are on disk
             quantization = Quantization(weights.format, (), ("transformer",))
@@ -99,6 +102,14 @@ def write_fused(
             _write_plain(source, weights, fused, unfinished)
             rounding = fused.rounding
     return rounding
+
+
+@torch.no_grad()
+def fuse_to_file(source: TransformerSource, deltas: Mapping[str, Delta], path: Path, device: torch.device) -> Rounding:
+    """Write a transformer with deltas in its weights to one file, unquantized, by the names of its authors."""
+    fused = FusedWeights(source, deltas, device)
+    save_native(path, fused.read, source.meta, source.native, source.dtype)
+    return fused.rounding
 
 
 def _write_plain(source: TransformerSource, weights: FileWeights, fused: FusedWeights, folder: Path) -> None:

@@ -45,12 +45,13 @@ class NativeNames(NamedTuple):
 
     Attributes:
         layers: by native name the layers of diffusers, whose outputs the native layer concatenates.
-        read_only: further names that files contain, and that are never written.
+        read_only: further names in files. LoRAs are not written with them; whole models are, if `layers` has none.
         swapped: layers of diffusers whose native counterparts have the two halves of the outputs in reverse order.
         readers: which programs know these names, a key of the tables in compatibility.py.
         saved: native names in the files of runs as well, if ComfyUI reads no others and diffusers converts these; it
             reads a LoKr by its own names only.
-        tensors: by native name the tensors outside of linear layers. A shape may differ, with the same values in order.
+        tensors: by native name the tensors outside of linear layers; of several names of one, the first is written.
+        flat: a regular expression of those of them that are vectors in native files, with the same values in order.
         unused: regular expressions of whole names: tensors in native files that the transformer does not have.
         marks: tensors of files for transformers of which a setting, named here, is true.
     """
@@ -61,6 +62,7 @@ class NativeNames(NamedTuple):
     readers: str = ""
     saved: tuple[str, ...] = ()
     tensors: Mapping[str, str] = {}
+    flat: str = ""
     unused: tuple[str, ...] = ()
     marks: Mapping[str, str] = {}
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import PICKLES, kind_of_file, reading
+from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
 from lightning_modules.pretrained.checks import COMFY, check_names, known_bases, note_once
 from lightning_modules.pretrained.repository import meta_component, shipped_configuration
-from lightning_modules.pretrained.weights import ALL_ROWS, GET_AGAIN, FileWeights, SafetensorsWeights
+from lightning_modules.pretrained.weights import ALL_ROWS, GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
 from lightning_modules.quantization.quantization import FORMATS
 
@@ -259,3 +260,30 @@ def _fitting(weights: FileWeights, path: Path) -> str:
     if found:
         return f"it fits {found[0].base}. Choose model={' or '.join(known.name for known in found)}"
     return "it fits none of the known models. Put its config.json next to it, or name another file"
+
+
+def save_native(path: Path, read: Callable[[str], Tensor], model: Any, native: NativeNames, dtype: torch.dtype) -> None:
+    """Write a transformer to a safetensors file by the names of its authors, with one tensor in memory at a time.
+
+    Args:
+        read: returns a tensor of the model, which is on the meta device.
+    """
+    own, names = dict(model.named_parameters()), LayerNames(model, native)
+    known = in_blocks({name: (one,) for name, one in native.tensors.items()}, own)
+    for layer, layers in (names.native | in_blocks(native.read_only, names.shapes)).items():
+        known |= {f"{layer}.{part}": tuple(f"{one}.{part}" for one in layers) for part in ("weight", "bias")}
+    places: dict[str, tuple[str, ...]] = {key: () for key, setting in native.marks.items() if model.config.get(setting)}
+    left = set(own)
+    for name, parts in known.items():
+        if left.issuperset(parts):
+            left.difference_update(parts)
+            places[name] = parts
+
+    def join(name: str, read: Callable[[str], Tensor]) -> Tensor:
+        parts = places.get(name, (name,))
+        tensor = torch.cat([read(part) for part in parts]) if parts else torch.empty(0)
+        tensor = swap_halves(tensor, any(part.rpartition(".")[0] in names.swapped for part in parts))
+        return tensor.flatten() if re.fullmatch(native.flat, name) else tensor
+
+    shapes = {name: join(name, own.__getitem__).shape for name in (*places, *left)}
+    write_tensors(path, shapes, dtype, lambda name: join(name, read))

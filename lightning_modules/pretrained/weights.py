@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
-from datamodules.files import reading
+from datamodules.files import reading, replacing
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import FORMATS, PLAIN, Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
@@ -126,7 +126,7 @@ def assemble(
     for number, name in enumerate(names, 1):
         linear: Any = model.get_submodule(name)
         if quantization is not None and name in converted:
-            stored = _stored_layer(linear, name, weights, device, dtype)
+            stored = stored_layer(linear, name, weights, device, dtype)
             if stored is None:
                 parts = [part for part, _ in linear.named_parameters()]
                 tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part in parts}
@@ -138,7 +138,7 @@ def assemble(
             del tensors, tensor, stored
             layer = quantization.quantize(linear).to(place(name))
         else:
-            layer = _stored_layer(linear, name, weights, place(name), dtype)
+            layer = stored_layer(linear, name, weights, place(name), dtype)
         del linear
         if layer is not None:
             model.set_submodule(name, layer)
@@ -159,7 +159,7 @@ def assemble(
     return_freed_memory()
 
 
-def _stored_layer(
+def stored_layer(
     linear: nn.Linear, name: str, weights: Weights, device: torch.device, dtype: torch.dtype
 ) -> QuantizedLinear | None:
     """Return the layer as it is quantized on disk, on the CPU mapped from its file; None if it is not quantized."""
@@ -206,3 +206,23 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
     path.write_text(json.dumps(config, indent=2, default=str) + "\n")
     pattern = "diffusion_pytorch_model{suffix}.safetensors"
     save_torch_state_dict(state, folder, filename_pattern=pattern, max_shard_size=FILE_SIZE)
+
+
+def write_tensors(path: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, read: Callable[[str], Tensor]) -> None:
+    """Write a safetensors file with one tensor in memory at a time; the library's own writer needs all of them."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    stored, end = "BF16" if dtype == torch.bfloat16 else f"F{8 * dtype.itemsize}", 0
+    for name in sorted(shapes):
+        start, end = end, end + shapes[name].numel() * dtype.itemsize
+        header[name] = {"dtype": stored, "shape": list(shapes[name]), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    progress = ProgressLines(len(shapes), "tensors")
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for number, name in enumerate(sorted(shapes), 1):
+            tensor = read(name).to(dtype)
+            _require_shape(name, tensor.shape, shapes[name])
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+            return_freed_memory()
+            progress.done(number)

@@ -23,11 +23,13 @@ def kontext(tiny, *more):
     ]  # fmt: skip
 
 
-def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, photo, tmp_path):
-    run_task("export", f"lora={trained}", "fuse=true", f"output_dir={tmp_path / 'fused'}")
+@pytest.mark.parametrize(("format", "written"), [((), ""), (("format=comfyui",), "run_comfyui.safetensors")])
+def test_a_fused_transformer_makes_the_pictures_of_the_lora(run, tiny, trained, photo, tmp_path, format, written):
+    text = run_task("export", f"lora={trained}", "fuse=true", *format, f"output_dir={tmp_path / 'fused'}")
     assert not (tmp_path / "fused" / WEIGHTS).exists()
+    assert ("models/diffusion_models" in text) == bool(format)
     run("predict", f"lora={trained}", *request(photo, "lora_scale=[0,1]", f"output_dir={tmp_path / 'lora'}"))
-    fused = f"model.transformer_name_or_path={tmp_path / 'fused'}"
+    fused = f"model.transformer_name_or_path={tmp_path / 'fused' / written}"
     run("predict", *kontext(tiny, fused), *request(photo, f"output_dir={tmp_path / 'out'}"))
     alone, with_lora = (pixels(path) for path in sorted((tmp_path / "lora").glob("*.png")))
     with_fused = pixels(next((tmp_path / "out").glob("*.png")))
@@ -72,6 +74,8 @@ MISTAKES = {
     ("extract={tuned}", "rank=4", "lora={lora}"): "Give one of them, not lora and extract",
     ("extract=nowhere/at-all", "rank=4"): "nowhere/at-all",
     ("lora={lora}", "fuse=true", "format=kohya"): "format has no effect with fuse=true",
+    ("lora={lora}", "fuse=true", "format=comfyui", "model/quantization=fp8"): "model/quantization has no effect with",
+    ("lora={lora}", "fuse=true", "format=comfyui", "output_dir={older}"): "_comfyui.safetensors exists: choose another",
     ("lora={lora}", "fuse=true", "output_dir={full}"): "is not empty",
 }
 
@@ -80,7 +84,9 @@ MISTAKES = {
 def test_mistakes_are_one_line(refuses, tiny, trained, tmp_path, settings):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
-    places = {"tuned": tiny, "lora": trained, "full": tmp_path / "full"}
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / f"{trained.name}_comfyui.safetensors").touch()
+    places = {"tuned": tiny, "lora": trained, "full": tmp_path / "full", "older": tmp_path / "older"}
     base = kontext(tiny) if "extract" in settings[0] else []
     refuses(
         "task=export", *base, *(one.format(**places) for one in settings), words=MISTAKES[settings], script="predict"

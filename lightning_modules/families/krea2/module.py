@@ -47,6 +47,7 @@ NATIVE_NAMES = NativeNames(
         },
     },
     readers="krea2",
+    flat=r"blocks\.\d+\.mod\.lin",
     tensors={
         "txtmlp.0.scale": "txt_in.norm.weight",
         "last.norm.scale": "final_layer.norm.weight",

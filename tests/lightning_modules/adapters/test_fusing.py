@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.adapters.fusing import extract, write_fused
+from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.pretrained.transformer import transformer_weights
 from tests.support.commands import compose, run_task
@@ -95,7 +95,9 @@ def relative(one, other):
 
 
 @pytest.mark.parametrize(("format", "most"), [("fp8", 0.04), ("nf4", 0.15)])
-def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(tiny, tmp_path, format, most):
+def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized_unless_written_to_one_file(
+    tiny, tmp_path, format, most
+):
     settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", *quantized(format)]
     run_task("quantize", *settings, f"output_dir={tmp_path / 'base'}")
     source = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'base'}", dtype="bfloat16")
@@ -105,6 +107,9 @@ def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(
     after = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'fused'}", dtype="bfloat16")
     assert after.stored_format == format
     loaded = after.load(CPU)
+    fuse_to_file(source, updates, tmp_path / "file.safetensors", CPU)
+    file = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'file.safetensors'}").weights()
+    assert set(file.dtypes.values()) == {"BF16"}
     lost = whole = 0.0
     for name, module in before.named_modules():
         if not isinstance(module, nn.Linear):
@@ -113,10 +118,13 @@ def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized(
             one.dequantize(torch.float32) if hasattr(one, "dequantize") else one.weight.float()
             for one in (module, loaded.get_submodule(name))
         )
+        unquantized = file.read(f"{name}.weight")
         if name not in updates:
             assert torch.equal(old, new), name
+            assert torch.equal(old.bfloat16(), unquantized), name
             continue
         dense = expected_weight(old, updates[name])
+        assert relative(unquantized, dense) < 0.003, name
         assert relative(new, dense) < most, name
         lost += float((new.double() - dense).square().sum())
         whole += float((dense - old.double()).square().sum())
