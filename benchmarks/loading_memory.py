@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,18 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from benchmarks.made_up_weights import write_encoder, write_transformer
-from benchmarks.memory import compose
+from benchmarks.made_up_weights import write_encoder, write_gguf_file, write_scaled_file, write_transformer
+from benchmarks.memory import compose, write_shallow
+from lightning_modules.pretrained.repository import meta_component
 from tasks.placement import frozen_model
 
 ROOT = Path(__file__).parent.parent
 QUANTIZED = ("fp8", "nf4", "fp4", "int8")
 # Transformers are in bf16 on disk, T5 in float32.
 WAYS = ("bf16", *QUANTIZED, "encoder nf4")
+# ComfyUI's single files: the kind, and the format in memory.
+SUFFIX = {"fp8_scaled": "safetensors", "gguf": "gguf"}
+FILES = ("fp8_scaled fp8", "fp8_scaled nf4", "gguf bf16", "gguf fp8", "gguf nf4")
 
 
 def load(way: str, folder: str) -> int:
@@ -44,7 +49,9 @@ def load(way: str, folder: str) -> int:
         places, nf4 = {"text_encoder": None, "vae": None}, quantization("nf4", "text_encoder_2")
         parts = Components(folder, None, torch.bfloat16, places, lambda: host, StageTimer(), nf4)
         return nbytes(parts["text_encoder_2"])
-    return nbytes(flux(folder, way).base.source.load(host))
+    kind, _, format = way.rpartition(" ")
+    source = flux(folder, format).base.source
+    return nbytes((replace(source, name=f"{folder}/{kind}.{SUFFIX[kind]}") if kind else source).load(host))
 
 
 def flux(folder: str, format: str) -> Any:
@@ -106,33 +113,38 @@ def measure(way: str, folder: Path) -> tuple[int, int]:
 
 
 def largest_tensor(folder: Path) -> int:
-    """Return the bytes of the largest tensor in a folder's files."""
-    from safetensors import safe_open
+    """Return the bytes of the largest tensor in a folder's files; a tensor of GGUF is dequantized to float32."""
+    from lightning_modules.pretrained.single_file import open_file
 
-    sizes = []
-    for file in folder.rglob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118 (not a dict)
-        width = {"F32": 4, "BF16": 2, "F16": 2}
-        sizes += [math.prod(one.get_shape()) * width.get(one.get_dtype(), 1) for one in slices]
-    return max(sizes)
+    width = {"F32": 4, "BF16": 2, "F16": 2}
+    files = [open_file(path) for path in folder.rglob("*") if path.suffix in (".safetensors", ".gguf")]
+    return max(math.prod(one.shapes[name]) * width.get(dtype, 1) for one in files for name, dtype in one.dtypes.items())
 
 
 def prepare(way: str, folder: Path, depth: int) -> Path:
     """Create the repository of this way once."""
     place = folder / "encoder" if way == "encoder nf4" else folder / "transformer"
-    if not place.is_dir():
+    kind = way.partition(" ")[0]
+    if kind in SUFFIX:
+        place = folder / "files"
+        if not place.is_dir():
+            write_shallow("flux_kontext", depth or None, str(place))
+        if not (path := place / f"{kind}.{SUFFIX[kind]}").is_file():
+            (write_scaled_file if kind == "fp8_scaled" else write_gguf_file)(
+                path, meta_component(str(place), "transformer")
+            )
+    elif not place.is_dir():
         if way == "encoder nf4":
             write_encoder(place, torch.float32)
         else:
-            write_transformer(place, depth)
+            write_transformer(place, depth or None)
     return place
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depth", type=int, default=1)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--depth", type=int, default=1, help="0: all blocks")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *FILES), default=[*WAYS, *FILES])
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
