@@ -41,12 +41,13 @@ KINDS = {
 
 
 @contextmanager
-def reading(path: str | Path, remedy: str) -> Iterator[None]:
+def reading(path: str | Path, remedy: str, expected: str | None = None) -> Iterator[None]:
     """Turn the errors of reading a file that may be damaged, missing or unreadable into a UserError.
 
     Args:
         path: of the file, for the message.
         remedy: the fix, in the imperative.
+        expected: the kind that it should be, if it is one of `KINDS`.
     """
     try:
         yield
@@ -59,11 +60,12 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
         kind = (
             kind_of_file(file) if file.is_file() and file.suffix not in (*PICKLES, ".json", ".jsonl", ".tar") else None
         )
-        raise UserError(f"{path} is {kind or f'damaged ({reason(error)})'}; {remedy}") from error
+        what = f"damaged ({reason(error)})" if kind in (None, expected) else kind
+        raise UserError(f"{path} is {what}; {remedy}") from error
 
 
 def kind_of_file(path: Path) -> str | None:
-    """Return the kind of a file by its first bytes, in words; None for safetensors, GGUF in .gguf and unknown kinds."""
+    """Return the kind of a file by its first bytes, in words; None for safetensors and unknown kinds."""
     with path.open("rb") as file:
         start = file.read(512)
     if not start:
@@ -71,8 +73,6 @@ def kind_of_file(path: Path) -> str | None:
     if start[5:9] == b"\0\0\0{":  # safetensors: the length of its header, and the header
         return None
     kind = next((kind for begin, kind in KINDS.items() if re.match(begin, start, re.I | re.S)), None)
-    if kind == GGUF and path.suffix == ".gguf":
-        return None
     # torch.save's form since 2020: a zip whose first member is NAME/data.pkl
     return PICKLE if kind == "a zip archive" and b"/data.pkl" in start else kind
 

@@ -183,11 +183,16 @@ class LoRAFile:
             else:
                 layers[name][part] = key
         others += [key for parts in layers.values() if not matching_kinds(parts) for key in parts.values()]
+        if others and not layers:
+            raise UserError(
+                f"{self.path} is not a LoRA: it has {_some_keys(sorted(others))}. A model's own weights are set by "
+                "model.transformer_name_or_path"
+            )
         if others:
             raise self._error(
                 f"contains tensors that Retouch does not read ({_some_keys(sorted(others))}); it reads lora_A and "
                 "lora_B or lora_down and lora_up of linear layers, with alpha and DoRA's magnitude, LoKr, LoHa and "
-                "peft's OFT. A model's own weights are set by model.transformer_name_or_path"
+                "peft's OFT"
             )
         if not layers:
             only = f", only weights of {' and '.join(self.ignored)}" if self.ignored else ""

@@ -85,6 +85,8 @@ class FrozenBase:
 
     def check(self) -> None:
         """Raise a UserError if the repository does not fit the settings, before any weights are read."""
+        if self.source.file is not None:  # its own error tells more than its pipeline's
+            self.source.check_files()
         index = self.index
         made_for, family = index.get("_class_name"), self.family_class
         if made_for != family.pipeline_name and (others := models_for(made_for)):

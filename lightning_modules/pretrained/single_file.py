@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
-from datamodules.files import PICKLES, kind_of_file, reading
+from datamodules.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
 from lightning_modules.pretrained.checks import COMFY, check_names, known_bases, note_once
@@ -82,7 +82,7 @@ class GGUFWeights(FileWeights):
             raise UserError(f"{path}: reading GGUF needs the gguf package. Run pip install gguf.") from error
         self.dtypes, self.shapes, self.notes = {}, {}, {}
         counts: Counter[str] = Counter()
-        with reading(path, GET_AGAIN):
+        with reading(path, GET_AGAIN, GGUF):
             reader = gguf.GGUFReader(path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             for name, tensor in self._tensors.items():

@@ -185,8 +185,8 @@ class TransformerSource:
             return torch.device("cpu") if split or name.startswith(streamed) else device
 
         how = "" if quantization is None else f", quantizing to {quantization.format}"
-        stored = self.file.name if self.file else f"{weights.format} on disk" if weights.format else ""
-        log.info(f"loading transformer{', ' if stored else ''}{stored}{how}")
+        stored = f", {weights.format} on disk" if weights.format and weights.format == self.precision else how
+        log.info(f"loading transformer{f' of {self.file.name}' if self.file else ''}{stored}")
         assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
         if any(getattr(module, "storage", None) == "fp8" for module in model.modules()):
             used = "products on" if has_tensor_cores(device) else "weights only, without"

@@ -56,7 +56,7 @@ FILES = {
     ),
     "a whole model": (
         stored({"transformer_blocks.0.attn.to_q.weight": torch.ones(4, 4)}),
-        UNREAD + "transformer_blocks.0.attn.to_q.weight); it reads",
+        "is not a LoRA: it has transformer_blocks.0.attn.to_q.weight. A model's own weights are set by",
     ),
     "LoKr": (
         stored({"lycoris_x.lokr_w1": torch.ones(2, 2), "lycoris_x.alpha": torch.ones(1)}),

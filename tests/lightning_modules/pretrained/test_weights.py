@@ -222,9 +222,7 @@ def test_a_single_file_is_named_by_its_kind_and_not_looked_for_on_the_hub(tmp_pa
     with pytest.raises(UserError, match=r"is not there\. Name a folder in diffusers' layout or such a repository on"):
         resolve_repository("models/kontext.gguf")
     (tmp_path / "kontext.gguf").write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(
-        UserError, match=r"is a single gguf file, not a repository\. .*is model.transformer_name_or_path"
-    ):
+    with pytest.raises(UserError, match=r"is a GGUF file, not a repository\. .*is model.transformer_name_or_path"):
         resolve_repository(str(tmp_path / "kontext.gguf"))
 
 
