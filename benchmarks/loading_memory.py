@@ -40,7 +40,7 @@ FILES = ("fp8_scaled fp8", "fp8_scaled nf4", "gguf bf16", "gguf fp8", "gguf nf4"
 
 def load(way: str, folder: str) -> int:
     """Load in the child process; return the bytes that remain."""
-    from lightning_modules.pretrained.repository import Components
+    from lightning_modules.pretrained.components import Components
     from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
 

@@ -1,6 +1,6 @@
 """The settings of a model, `model` in conf/."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ class ModelSettings:
     Attributes:
         pretrained_model_name_or_path: folder or hub id in diffusers' layout, or `embedded`.
         transformer_name_or_path: repository of the transformer; None for the same repository.
+        text_encoder_name_or_path: single file, or several, of the text encoders; None for the repository's.
+        vae_name_or_path: single file of the autoencoder; None for the repository's.
         revision: branch, tag or commit of pretrained_model_name_or_path on the hub.
         resolution: side of a square image.
         dtype: of the frozen weights, `float32` or `bfloat16`.
@@ -39,6 +41,8 @@ class ModelSettings:
 
     pretrained_model_name_or_path: str
     transformer_name_or_path: str | None
+    text_encoder_name_or_path: str | Sequence[str] | None
+    vae_name_or_path: str | None
     revision: str | None
     resolution: int
     dtype: str

@@ -40,6 +40,8 @@ PATHS = {
     "captioner.pretrained_model_name_or_path",
     "model.pretrained_model_name_or_path",
     "model.transformer_name_or_path",
+    "model.text_encoder_name_or_path",
+    "model.vae_name_or_path",
     "model.sampling.transformer_name_or_path",
     "sample_root",
 }

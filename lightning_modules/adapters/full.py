@@ -37,6 +37,8 @@ class FullFineTuning(Adapter):
                 base.source.quantization is not None or base.source.stored_format is not None
             ),
             "trainer=fsdp trains adapters: adapter=full needs the whole model in each process": training.sharded,
+            "adapter=full copies the other parts from a whole pipeline. Leave out the files of text encoders and "
+            "autoencoder": bool(base.components.files),
             "adapter=full does not go with model.offload.blocks: offloaded blocks are frozen": base.source.streamed,
         }
         if self.trains_text_encoders:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
@@ -137,10 +137,17 @@ def check_weight_files(folder: Path, class_name: str) -> None:
             raise UserError(f"{folder} lacks {listing(missing)}: the download is incomplete; {GET_AGAIN}")
 
 
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a model's files must have, tied ones once."""
+    state = model.state_dict()
+    buffers = {name: one for name, one in model.named_buffers() if name in state and one.is_floating_point()}
+    return dict(model.named_parameters()) | buffers
+
+
 def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
     """Raise a UserError unless a model's tensors, which may be on the meta device, are all on disk, and no others."""
     dtypes = weights.dtypes
-    parameters = [name for name, _ in model.named_parameters()]
+    parameters = list(stored_tensors(model))
     if missing := [name for name in parameters if name not in dtypes]:
         raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -15,7 +15,7 @@ from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.checks import check_component, models_for, note_once
-from lightning_modules.pretrained.repository import Components
+from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
 from lightning_modules.settings import ModelSettings
@@ -59,7 +59,8 @@ class FrozenBase:
         )
         devices = settings.devices.items()
         placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices}
-        more = self.timer, quantization, family_class.default_components
+        files = settings.text_encoder_name_or_path, settings.vae_name_or_path
+        more = self.timer, quantization, family_class.default_components, files
         self.components = Components(self.name, revision, self.dtype, placement, device, *more)
 
     @property
@@ -96,6 +97,7 @@ class FrozenBase:
             raise UserError(
                 f"{self.name} has no {listing(missing)}, which {family.__name__} needs: it is made for {made_for}"
             )
+        list(self.components.files)  # they are opened here
         self.components.check_quantization([name for name in family.text_components if name in index])
         if made_for != family.pipeline_name:
             note_once(
@@ -116,7 +118,7 @@ class FrozenBase:
         index = self.index
         for name in (*self.encoder_names, "scheduler"):
             folder = Path(self.components.repository, name)
-            if folder.is_dir():
+            if folder.is_dir() and name not in self.components.files:
                 check_component(folder, index[name][1])
         self.source.check_files()
 
@@ -152,6 +154,8 @@ class FrozenBase:
 
     def vae_tensor(self, name: str) -> Tensor:
         """Read only this one of the autoencoder's tensors, (...) in its file's dtype."""
+        if "vae" in self.components.files:
+            return self.components.files["vae"].weights.map(name)
         origin, revision, subfolder = repository.component_origin(self.components.repository, "vae", self.revision)
         filename = f"{subfolder}/diffusion_pytorch_model.safetensors".lstrip("/")
         path = repository.repository_file(origin, filename, revision)
@@ -183,21 +187,23 @@ class FrozenBase:
         Args:
             memo: a file that remembers the checksums of a local model's files.
         """
+        files = {name: file.path for name, file in self.components.files.items()}
+        where = self.components.repository, self.revision
         return {
             "family": self.family_class.__name__,
-            "model": repository.encoders_identity(self.components.repository, self.revision, self.encoder_names, memo),
+            "model": repository.encoders_identity(*where, self.encoder_names, memo, files),
             "dtype": str(self.dtype).removeprefix("torch."),
             **self.components.quantization_settings(),
         }
 
     def provenance(self) -> dict[str, Any]:
         """Return its entries in a LoRA file's header."""
-        quantization = self.components.quantization
+        formats = {name: self.components.format(name) for name in self.encoder_names}
         return {
             "base": self.name,
             "transformer": self.transformer_name,
             "base_precision": self.source.precision,
-            **{f"{name}_precision": quantization.format for name in self.components.quantized if quantization},
+            **{f"{name}_precision": format for name, format in formats.items() if format},
         }
 
     def sign_of_distillation(self) -> str | None:

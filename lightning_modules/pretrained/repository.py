@@ -1,15 +1,13 @@
-"""Components of a diffusers repository (a folder or a hub id): loaded one at a time, offloaded, and released."""
+"""Components of a diffusers repository (a folder or a hub id): their files, classes, configurations and loading."""
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import PICKLES, kind_of_file, reading
@@ -23,8 +21,6 @@ from lightning_modules.pretrained.checks import (
     refuse_unexpected,
 )
 from lightning_modules.pretrained.weights import GET_AGAIN
-from lightning_modules.quantization.quantization import Quantization
-from lightning_modules.timing import LOADING, StageTimer
 
 log = logging.getLogger("retouch")
 
@@ -138,6 +134,12 @@ def repository_json(repository: str, filename: str, revision: str | None) -> dic
     return read_json(path)
 
 
+def with_weights(index: Mapping[str, Any]) -> list[str]:
+    """Return the names of the components in an index that have weights."""
+    classes = {name: entry[1] for name, entry in index.items() if isinstance(entry, list) and isinstance(entry[1], str)}
+    return [name for name, kind in classes.items() if not any(word in kind for word in WITHOUT_WEIGHTS)]
+
+
 def component_class(repository: str, name: str, revision: str | None = None) -> type[Any]:
     """Return the class that the repository names for a component."""
     index = read_index(repository, revision)
@@ -176,19 +178,21 @@ def load_component(
     return load_model(cls, repository, subfolder, revision, dtype, device)
 
 
-def encoders_identity(repository: str, revision: str | None, names: Sequence[str], memo: Path) -> dict[str, str]:
+def encoders_identity(
+    repository: str, revision: str | None, names: Sequence[str], memo: Path, single_files: dict[str, Path]
+) -> dict[str, str]:
     """Return what the outputs of these components depend on: a hub repository's commit, or checksums of local files.
 
     Args:
         memo: a file that remembers the checksums; a file is read again only if it has changed.
+        single_files: the weights of components that are not the repository's.
     """
-    if not Path(repository).is_dir():
-        path = index_file(repository, revision)
-        assert path is not None
-        return {"repository": repository, "commit": path.parent.name}
     hashes = FileHashes([memo] if memo.is_file() else [])
-    files = {}
-    for path in sorted(path for name in names for path in Path(repository, name).rglob("*") if path.is_file()):
+    own = sorted(path for name in names for path in Path(repository, name).rglob("*") if path.is_file())
+    read = [path for path in own if path.parent.name not in single_files or path.name == "config.json"]
+    paths = {path.relative_to(repository).as_posix(): path for path in read} | single_files
+    checksums = {}
+    for path in dict.fromkeys(paths.values()):
         known = hashes.get(path)
         if known is None:
             if path.stat().st_size > LARGE:
@@ -198,17 +202,24 @@ def encoders_identity(repository: str, revision: str | None, names: Sequence[str
                 memo.parent.mkdir(parents=True, exist_ok=True)
                 with memo.open("a", encoding="utf-8") as file:
                     file.write(FileHashes.line(hashed))
-        files[path.relative_to(repository).as_posix()] = known
+        checksums[path] = known
+    files = {name: checksums[path] for name, path in paths.items()}
+    if not Path(repository).is_dir():
+        index = index_file(repository, revision)
+        assert index is not None
+        files |= {"repository": repository, "commit": index.parent.name}
     return files
 
 
-def meta_component(repository: str, name: str, revision: str | None = None) -> Any:
-    """Return a component's model on the meta device; None for a component without weights."""
+def meta_component(repository: str, name: str, revision: str | None = None, parameters_only: bool = False) -> Any:
+    """Return a component's model on the meta device, or its parameters only; None for a component without weights."""
+    from accelerate import init_empty_weights
+
     cls = component_class(repository, name, revision)
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return None
     config = component_config(repository, name, revision)
-    with torch.device("meta"):
+    with init_empty_weights() if parameters_only else torch.device("meta"):
         model = cls.from_config(config) if hasattr(cls, "from_config") else cls(cls.config_class.from_dict(config))
         return model.requires_grad_(False)
 
@@ -232,14 +243,14 @@ def load_model(
     # They would be random numbers.
     if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
         raise UserError(f"{where} lacks {listing(lacking)}: {GET_AGAIN}")
-    refuse_unexpected(_without_other_parts(model, found["unexpected_keys"]), where)
+    refuse_unexpected(without_other_parts(model, found["unexpected_keys"]), where)
     config = repository_file(repository, f"{subfolder}/config.json" if subfolder else "config.json", revision)
     if config is not None and not Path(repository).is_dir():  # a folder's files were checked before
         check_library_weights(config.parent, read_json(config))
     return model.requires_grad_(False).eval()
 
 
-def _without_other_parts(model: Any, names: Iterable[str]) -> list[str]:
+def without_other_parts(model: Any, names: Iterable[str]) -> list[str]:
     """Leave out tensors of whole parts that a transformers class does not have: heads, CLIP's other tower."""
     if type(model).__module__.startswith("diffusers"):
         return list(names)
@@ -253,104 +264,3 @@ def _from_pretrained(cls: type[Any], repository: str, subfolder: str | None, **a
     where = {"subfolder": subfolder} if subfolder else {}
     with reading(f"{subfolder or cls.__name__} of {repository}", GET_AGAIN):
         return cls.from_pretrained(repository, **where, **arguments)
-
-
-@dataclass(eq=False)
-class Components:
-    """Components of one repository by name, each loaded on first use."""
-
-    repository_name: str  # folder or hub id in diffusers' layout, or `embedded`
-    revision: str | None  # of a hub repository
-    dtype: torch.dtype  # of the models
-    # Devices of `vae`, and of `text_encoder` for all others; None: the main device.
-    placement: Mapping[str, torch.device | None]
-    main_device: Callable[[], torch.device]  # returns the transformer's device
-    timer: StageTimer
-    quantization: Quantization | None = None  # of the components that it names
-    # Class in diffusers and settings of components that the repository may lack.
-    defaults: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
-    _loaded: dict[str, Any] = field(default_factory=dict)
-    _offloaded: set[str] = field(default_factory=set)
-
-    @property
-    def repository(self) -> str:
-        """The folder or hub id of the components."""
-        return resolve_repository(self.repository_name)
-
-    def place(self, name: str) -> torch.device | None:
-        """Return a component's device in the settings; None for the main device."""
-        return self.placement["vae" if name == "vae" else "text_encoder"]
-
-    def device(self, name: str) -> torch.device:
-        """Return a component's device."""
-        return self.place(name) or self.main_device()
-
-    def __getitem__(self, name: str) -> Any:
-        device = self.device(name)
-        if name not in self._loaded:
-            with self.timer.stage(LOADING):
-                self._loaded[name] = self._load(name, device)
-        elif name in self._offloaded:
-            self._loaded[name].to(device)
-            self._offloaded.remove(name)
-        return self._loaded[name]
-
-    def _load(self, name: str, device: torch.device) -> Any:
-        if name in self.defaults and name not in read_index(self.repository, self.revision):
-            class_name, settings = self.defaults[name]
-            return getattr(importlib.import_module("diffusers"), class_name)(**settings)
-        if name not in self.quantized:
-            return load_component(self.repository, name, revision=self.revision, dtype=self.dtype, device=device)
-        # In the files' own dtype, so that the weights stay mapped until each is quantized.
-        part = load_component(self.repository, name, revision=self.revision, dtype="auto")
-        assert self.quantization is not None
-        log.info(f"quantizing {name} to {self.quantization.format}")
-        self.quantization.convert(part, device, self.dtype)
-        return part
-
-    def models(self) -> dict[str, nn.Module]:
-        """Return the loaded models."""
-        return {name: part for name, part in self._loaded.items() if isinstance(part, nn.Module)}
-
-    @property
-    def quantized(self) -> list[str]:
-        """The names of the quantized components."""
-        chosen = () if self.quantization is None else self.quantization.components_to_quantize
-        return [name for name in chosen if name != "transformer"]
-
-    def check_quantization(self, texts: Sequence[str]) -> None:
-        """Raise a UserError if a component to quantize is not a text encoder; `texts` encode text."""
-        index = read_index(self.repository, self.revision)  # not the classes: most runs need none of them
-        known = [name for name in texts if not any(word in index[name][1] for word in WITHOUT_WEIGHTS)]
-        if unknown := [name for name in self.quantized if name not in known]:
-            choices = ", ".join(["transformer", *known])
-            raise UserError(f"model.quantization.components_to_quantize: {listing(unknown)} is none of {choices}")
-
-    def quantization_settings(self) -> dict[str, Any]:
-        """Return what the outputs of quantized components depend on; empty without any."""
-        if self.quantization is None or not self.quantized:
-            return {}
-        return {"quantization": self.quantization.settings() | {"components_to_quantize": sorted(self.quantized)}}
-
-    def weight_bytes(self, name: str, part: nn.Module) -> int:
-        """Return the bytes of a model's weights; it may be on the meta device."""
-        if self.quantization is not None and name in self.quantized:
-            return self.quantization.nbytes(part, self.dtype)
-        return sum(parameter.numel() for parameter in part.parameters()) * self.dtype.itemsize
-
-    def offload_to_cpu(self) -> None:
-        """Move the models to host memory until they are used again."""
-        moving = [name for name in self.models() if name not in self._offloaded and self.device(name).type != "cpu"]
-        for name in moving:
-            self._loaded[name].to("cpu")
-        self._offloaded.update(moving)
-        if moving and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def release(self, *names: str) -> None:
-        """Unload components and free their memory."""
-        for name in names:
-            self._loaded.pop(name, None)
-            self._offloaded.discard(name)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()

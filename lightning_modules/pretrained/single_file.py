@@ -14,18 +14,16 @@ from datamodules.errors import UserError, listing
 from datamodules.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
-from lightning_modules.pretrained.checks import COMFY, check_names, known_bases, note_once
+from lightning_modules.pretrained.checks import COMFY, check_names, known_bases, note_once, stored_tensors
 from lightning_modules.pretrained.repository import meta_component, shipped_configuration
 from lightning_modules.pretrained.weights import ALL_ROWS, GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
-from lightning_modules.quantization.quantization import FORMATS
+from lightning_modules.quantization.quantization import MARKERS
 
 SUFFIXES = (".safetensors", ".sft", ".gguf")
 # Beginnings of a transformer's tensors in checkpoints, and of the other parts that a checkpoint may contain.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
 OTHER_PARTS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
-# Tensors that say how a file is quantized.
-MARKERS = [row.marker for row in FORMATS.values() if row.marker]
 # A layer's tensor: the layer and the part.
 PART = re.compile(rf"(.+?)\.((?:weight|bias|SCB|weight_format|{SCALED})(?:\.[\w.]+)?)")
 # What tensors of some names say about a file.
@@ -167,7 +165,7 @@ def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNam
         native: the names of its layers and tensors in its authors' code.
     """
     named = NamedWeights(weights, _places(weights, path, model, native), _reshaped(model, native))
-    if problem := next(_misfits(named, model), None):
+    if problem := next(misfits(named, model), None):
         raise UserError(f"{path} {problem}: {_fitting(weights, path)}")
     check_names(named, model, str(path))
     for mark, setting in native.marks.items():
@@ -229,9 +227,9 @@ def _reshaped(model: nn.Module, native: NativeNames) -> dict[str, torch.Size]:
     return {name: own[name].shape for [name] in in_blocks({k: (v,) for k, v in native.tensors.items()}, own).values()}
 
 
-def _misfits(weights: FileWeights, model: nn.Module) -> Iterator[str]:
+def misfits(weights: FileWeights, model: nn.Module) -> Iterator[str]:
     """Yield what does not fit: missing tensors, unknown ones, other shapes; packed weights have no comparable shape."""
-    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    own = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
     if missing := own.keys() - weights.dtypes.keys():
         yield f"lacks {listing(sorted(missing))}"
     layers = {name.removesuffix(".weight") for name in own}
@@ -256,7 +254,7 @@ def _fitting(weights: FileWeights, path: Path) -> str:
         if folder := shipped_configuration(known.base):
             model, native = meta_component(str(folder), "transformer"), known.family.layers.native
             named = NamedWeights(weights, _places(weights, path, model, native), _reshaped(model, native))
-            found += [known] if next(_misfits(named, model), None) is None else []
+            found += [known] if next(misfits(named, model), None) is None else []
     if found:
         return f"it fits {found[0].base}. Choose model={' or '.join(known.name for known in found)}"
     return "it fits none of the known models. Put its config.json next to it, or name another file"

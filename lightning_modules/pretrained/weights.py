@@ -146,14 +146,18 @@ def assemble(
         progress.done(number)
     # A mapped file would keep its pages in memory for the few tensors that are used: those are copied.
     read = weights.read if converted else weights.map
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    # Models of transformers have both lists: the longer one is for float16.
+    own = getattr(model, "_keep_in_fp32_modules", None)
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", own) or ())
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
             value = read(name).to(place(name), torch.float32 if kept & set(name.split(".")) else dtype)
             _require_shape(name, value.shape, parameter.shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-    for name, buffer in list(model.named_buffers()):  # computed, not stored
+    for name, buffer in list(model.named_buffers()):
+        if name in weights.dtypes:  # otherwise it is computed
+            buffer = read(name).to(dtype)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer.to(place(name)))
     return_freed_memory()

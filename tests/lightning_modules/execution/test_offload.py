@@ -8,7 +8,7 @@ from datamodules.errors import UserError
 from lightning_modules.execution import offload
 from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.offload import HostMemory, streamed_linears
-from lightning_modules.pretrained.repository import Components
+from lightning_modules.pretrained.components import Components
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import StageTimer
 from tasks.dry_run import offloaded_bytes
