@@ -18,6 +18,7 @@ class ModelSettings:
         transformer_name_or_path: repository of the transformer; None for the same repository.
         text_encoder_name_or_path: single file, or several, of the text encoders; None for the repository's.
         vae_name_or_path: single file of the autoencoder; None for the repository's.
+        comfyui: folder of ComfyUI for the files that those do not name; None for none.
         revision: branch, tag or commit of pretrained_model_name_or_path on the hub.
         resolution: side of a square image.
         dtype: of the frozen weights, `float32` or `bfloat16`.
@@ -43,6 +44,7 @@ class ModelSettings:
     transformer_name_or_path: str | None
     text_encoder_name_or_path: str | Sequence[str] | None
     vae_name_or_path: str | None
+    comfyui: str | None
     revision: str | None
     resolution: int
     dtype: str

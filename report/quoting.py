@@ -42,6 +42,7 @@ PATHS = {
     "model.transformer_name_or_path",
     "model.text_encoder_name_or_path",
     "model.vae_name_or_path",
+    "model.comfyui",
     "model.sampling.transformer_name_or_path",
     "sample_root",
 }

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.checks import check_component, models_for, note_once
+from lightning_modules.pretrained.comfyui import with_comfyui
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
@@ -47,7 +49,7 @@ class FrozenBase:
         self._transformer_is_loaded = False
         quantization = settings.quantization
         quantized = () if quantization is None else quantization.components_to_quantize
-        self.source = TransformerSource(
+        source = TransformerSource(
             family_class.transformer_class,
             self.transformer_name,
             revision if self.transformer_name == self.name else None,
@@ -57,6 +59,9 @@ class FrozenBase:
             family_class.layers.native,
             self.name,
         )
+        settings = with_comfyui(settings, family_class, source)
+        self.transformer_name = settings.transformer_name_or_path or self.name
+        self.source = replace(source, name=self.transformer_name)
         devices = settings.devices.items()
         placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices}
         files = settings.text_encoder_name_or_path, settings.vae_name_or_path

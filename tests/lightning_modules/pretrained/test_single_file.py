@@ -38,9 +38,9 @@ def source_of(model, repository, name, dtype=torch.bfloat16, quantized=None):
 class Files:
     """A tiny model's transformer, written to files in every way."""
 
-    def __init__(self, model, repository, folder):
+    def __init__(self, model, repository, folder, dtype=torch.bfloat16):
         self.model, self.repository, self.folder = model, repository, folder
-        source = source_of(model, repository, repository)
+        source = source_of(model, repository, repository, dtype)
         self.native, self.meta = source.native, source.meta
         self.own = source.load(CPU)
         self.state = self.own.state_dict()
