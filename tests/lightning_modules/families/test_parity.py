@@ -150,7 +150,9 @@ def test_images_are_the_pipelines(built, name, sizes, guided, tmp_path):
     raw.target = None
     encoded = module.encoder(raw, module.sampling_rules.negative_prompt(sampling))
     own = module.sampler.sample(encoded, sampling, size, [7]) / 2 + 0.5
-    torch.testing.assert_close(own.clamp(0, 1), expected, rtol=0, atol=1e-5)
+    # Qwen-Image-2.1's guidance divides by a norm: by the CPU's kernels, rounding alone is 0.5e-5 to 2.7e-5.
+    atol = 5e-5 if guided and name.startswith("qwen_image_2_1") else 1e-5
+    torch.testing.assert_close(own.clamp(0, 1), expected, rtol=0, atol=atol)
     assert (expected - unadapted).abs().max() > 1e-3
 
 
