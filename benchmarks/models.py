@@ -110,6 +110,32 @@ python train.py model=flux_kontext data.root=my_pairs model.transformer_name_or_
 A repository of another model's pipeline is refused, and the right `model=` named. One of an unknown pipeline with the
 same components and transformer class is used with a note.
 
+## ComfyUI's files
+
+```
+python train.py model=flux_kontext model.comfyui=~/ComfyUI data.root=my_pairs
+python train.py model=flux_kontext model/quantization=nf4 data.root=my_pairs \\
+    model.transformer_name_or_path=flux1-kontext-dev-Q4_K_M.gguf
+```
+
+`model.comfyui` finds the files by their tensors and names: the transformer in `models/diffusion_models` or
+`models/unet`, the text encoders in `models/text_encoders` or `models/clip`, the autoencoder in `models/vae`. It prints
+which files it uses, and downloads nothing: configurations and tokenizers come with Retouch. The tokenizers of FLUX.2
+[dev], FLUX.3, Krea 2 and Qwen-Image-2.1 do not; they are small downloads from their repositories. If two files fit,
+name one by `model.transformer_name_or_path`, `model.text_encoder_name_or_path` (for FLUX.1 a list of two) or
+`model.vae_name_or_path`; these settings also work without `model.comfyui`.
+
+- safetensors: in bf16, fp16, fp32, fp8 (plain or scaled) and int8; with the names of diffusers or of the model's
+  authors. 8-bit layers are kept as they are, or quantized again if 4 bits are configured.
+- GGUF of any type, for transformers (`pip install -e '.[gguf]'`): dequantized while it is loaded, to bf16 or to
+  `model/quantization=nf4`, `fp4` or `fp8`.
+- Refused: nvfp4, mxfp8, ConvRot, nunchaku (SVDQuant), joined layers in bitsandbytes' 4 bits, GGUF text encoders.
+- A file must fit the model tensor by tensor, else it is refused and the right `model=` named. For a pruned transformer,
+  put its `config.json` next to it.
+
+Prediction, `task=quantize`, `task=compare_precision` and `task=export` read the same files;
+`task=export fuse=true format=comfyui` [writes one](prediction.md#files-for-other-programs).
+
 ## Krea 2 with references
 
 Krea 2 was trained without references. A LoRA teaches it to use them, by one of two schemes of its users; it works in
