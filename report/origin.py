@@ -62,7 +62,7 @@ def hub_id(name: str, model_name: str) -> str | None:
     """
     path = Path(name).expanduser()
     if not path.is_dir():
-        return name if HUB_ID.fullmatch(name) else None
+        return name if HUB_ID.fullmatch(name) and not path.exists() else None
     if cached := SNAPSHOT.search(path.resolve().as_posix()):
         return f"{cached[1]}/{cached[2]}"
     default = default_base(model_name) or ""
@@ -103,7 +103,7 @@ def licence(name: str, repository: str | None, revision: str | None) -> dict[str
         name: a folder or a hub id.
         repository: its `hub_id`, for a link to one of its files.
     """
-    if name == EMBEDDED:
+    if name == EMBEDDED or Path(name).expanduser().is_file():
         return {}
     from huggingface_hub.repocard import metadata_load
 

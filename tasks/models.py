@@ -1,15 +1,16 @@
 """The model of LoRA files, found by name, header or layers, and built without network and weights."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from os.path import exists
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from datamodules.errors import UserError, printable
 from datamodules.files import reading
@@ -17,9 +18,15 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED, shipped_configuration
+from lightning_modules.pretrained.single_file import SUFFIXES
 from report.quoting import flat_settings
 from tasks.resolvers import CONF
 
+# Settings of `model` that name files or folders.
+SOURCES = (
+    *(f"{part}_name_or_path" for part in ("pretrained_model", "transformer", "text_encoder", "vae")),
+    "comfyui",
+)
 # The header of a LoRA's file, as far as it could be read.
 Header = dict[str, Any] | None
 
@@ -102,7 +109,7 @@ def header_here(file: LoRAFile) -> Header:
         return header
     with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
         settings: Any = OmegaConf.to_container(OmegaConf.load(config)).get("model") or {}  # type: ignore[union-attr]
-    paths = {key: one for key, one in flat_settings(settings).items() if isinstance(one, str) and os.path.exists(one)}
+    paths = {key: one for key, one in flat_settings(settings).items() if _texts(one) and all(map(exists, _texts(one)))}
     return header | {"model": {key: paths.get(key, one) for key, one in flat_settings(header["model"]).items()}}
 
 
@@ -129,13 +136,21 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
         same_kind = usual is None or value is None or isinstance(value, str) == isinstance(usual, str)
         if _plain(value) and not private and key not in given and usual is not ... and same_kind:
             OmegaConf.update(model, key, value, merge=False)
-    base = str(model.pretrained_model_name_or_path)
-    if "/" not in base and base != EMBEDDED and not os.path.exists(base):
-        raise UserError(
-            f"the LoRA was trained on {printable(base[:150])}, a folder of the machine that trained it: pass "
-            "model.pretrained_model_name_or_path=FOLDER"
-        )
+    for key in SOURCES:
+        for name in _texts(model[key]):
+            if "/" not in name and name != EMBEDDED and not exists(name):
+                kind = "FILE" if Path(name).suffix in SUFFIXES else "FOLDER"
+                raise UserError(
+                    f"the LoRA was trained on {printable(name[:99])}, a {kind.lower()} of the machine that trained it: pass "
+                    f"model.{key}={kind}"
+                )
     return model
+
+
+def _texts(value: Any) -> list[str]:
+    """Return a setting's texts, one or a list; none for other values."""
+    values = [*value] if isinstance(value, list | ListConfig) else [value]
+    return values if all(isinstance(one, str) for one in values) else []
 
 
 def _plain(value: Any) -> bool:

@@ -43,6 +43,8 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
     if settings.comfyui is None:
         return settings
     base, folder = settings.pretrained_model_name_or_path, Path(settings.comfyui).expanduser()
+    if Path(base).parent == CONFIGURATIONS:
+        base = Path(base).name.replace("--", "/", 1)
     models = folder / "models" if (folder / "models").is_dir() else folder
     repository = str(shipped_configuration(base) or resolve_repository(base)), settings.revision
     needed = with_weights(read_index(*repository))
