@@ -141,8 +141,8 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
             if "/" not in name and name != EMBEDDED and not exists(name):
                 kind = "FILE" if Path(name).suffix in SUFFIXES else "FOLDER"
                 raise UserError(
-                    f"the LoRA was trained on {printable(name[:99])}, a {kind.lower()} of the machine that trained it: pass "
-                    f"model.{key}={kind}"
+                    f"the LoRA was trained on {printable(name[:99])}, a {kind.lower()} of the machine that trained it: "
+                    f"pass model.{key}={kind}"
                 )
     return model
 
