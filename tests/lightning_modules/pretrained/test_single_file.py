@@ -5,9 +5,10 @@ import struct
 from collections.abc import Callable
 
 import gguf
+import numpy as np
 import pytest
 import torch
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 from safetensors.torch import save_file
 from torch import nn
 
@@ -15,9 +16,10 @@ from datamodules.errors import UserError
 from lightning_modules.families.z_image.module import NATIVE_NAMES
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained.repository import meta_component, shipped_configuration
+from lightning_modules.pretrained.single_file import GGUFWeights
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.linear import SCALES, QuantizedLinear
-from tests.support.commands import compose
+from tests.support.commands import compose, run_task
 from tests.support.foreign_files import native_state
 from tests.support.quantized import CPU, quantization
 from tests.support.steps import family, inputs
@@ -184,6 +186,36 @@ def test_gguf_is_dequantized_by_its_library(model, type, files_of):
     path, values = gguf_file(files, gguf.GGMLQuantizationType[type])
     expected = files.source(files.write(values, "values.safetensors"), dtype=torch.float32).load(CPU)
     assert_equal(files.source(path, dtype=torch.float32).load(CPU), dict(expected.named_parameters()))
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS"])
+def test_blocks_of_every_type_are_dequantized_by_rows(type, tmp_path):
+    """The library writes none of these types: the blocks are made up, with scales of a usual size."""
+    kind = gguf.GGMLQuantizationType[type]
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "flux")
+    data = np.random.default_rng(0).integers(0, 60, gguf.quant_shape_to_byte_shape((8, 512), kind), dtype=np.uint8)
+    writer.add_tensor("whole", data, raw_dtype=kind)
+    writer.add_tensor("reshaped", data, raw_dtype=kind)
+    writer.add_array("comfy.gguf.orig_shape.reshaped", [16, 256])
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    weights, values = GGUFWeights(tmp_path / "k.gguf"), torch.from_numpy(gguf.dequantize(data, kind))
+    assert weights.shapes == {"whole": (8, 512), "reshaped": (16, 256)}
+    assert weights.type == type
+    assert torch.equal(weights.read("whole"), values)
+    assert torch.equal(weights.read("whole", slice(2, 5)), values[2:5])
+    assert torch.equal(weights.read("reshaped", slice(1, 4)), values.reshape(16, 256)[1:4])
+
+
+def test_a_file_is_quantized_to_a_folder(flux, tmp_path):
+    """task=quantize: what is read from the folder is what is read from the file."""
+    path = gguf_file(flux, Q8_0)[0]
+    repository = f"model.pretrained_model_name_or_path={flux.repository}"
+    of_file = ["model=flux_kontext_fp8", repository, f"model.transformer_name_or_path={path}"]
+    run_task("quantize", *of_file, f"output_dir={tmp_path}")
+    settings = instantiate(compose("predict", *of_file).model.quantization)
+    assert_equal(flux.source(tmp_path).load(CPU), dequantized(flux.source(path, quantized=settings).load(CPU)))
 
 
 @every_model
