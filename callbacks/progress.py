@@ -167,7 +167,7 @@ class TrainingProgress(L.Callback):
         assert isinstance(pl_module, EditModule)
         data = PairsDataModule.of(trainer)
         rows = {
-            "model": f"{pl_module.base.name} ({pl_module.base.source.precision}) on {pl_module.base.device}",
+            "model": f"{pl_module.base.title} ({pl_module.base.source.precision}) on {pl_module.base.device}",
             "on": data.describe(),
             **training_facts(trainer, pl_module),
             "results": str(self.run),

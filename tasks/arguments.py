@@ -83,6 +83,8 @@ def quote_values(arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if key in PATHS | TEXTS and not is_parsed(key, value):
             value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ only at a word's start
+            if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders
+                value = os.path.abspath(value)
             argument = f"{key}={literal(value)}"
         quoted.append(argument)
     return quoted
@@ -167,7 +169,9 @@ def explained(error: Exception, known: Declared) -> str:
             return f"{key}: it is no setting of what was chosen, but of {listing(choices)}."
         known.refuse(key)
     if match := re.match(r"Ambiguous value for argument '(.+)'", str(error)):
-        return f"{match[1]}: several values are a sweep, which needs -m; text with a comma needs quotes."
+        return (
+            f"{match[1]}: several values are a sweep, which needs -m; a list is [A,B]; text with a comma needs quotes."
+        )
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: this is not YAML ({error.problem})."

@@ -208,6 +208,9 @@ def check_ranges(cfg: DictConfig, script: str) -> None:
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         if value is not ... and not rule.allows(value):
             raise UserError(f"{key}={value}: must be {rule}")
+    for key in ("pretrained_model_name_or_path", "transformer_name_or_path", "vae_name_or_path", "comfyui"):
+        if not isinstance(name := OmegaConf.select(cfg, f"model.{key}"), str | None):
+            raise UserError(f"model.{key}={name}: must be one path or name")
     steps, warmup = (OmegaConf.select(cfg, key) for key in ("trainer.max_steps", "scheduler.num_warmup_steps"))
     if steps is not None and warmup is not None and warmup > steps:
         raise UserError(f"scheduler.num_warmup_steps={warmup}: must not be above trainer.max_steps={steps}")

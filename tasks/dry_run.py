@@ -91,7 +91,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
     images = plan.batch.size[0]
     sizes = " + ".join(f"{width}x{height}" for width, height in images)
     shown = {
-        "model": f"{module.base.name} ({module.base.source.expected_precision}), {plan.parameters:,} parameters",
+        "model": f"{module.base.title} ({module.base.source.expected_precision}), {plan.parameters:,} parameters",
         "trains": f"{module.adapter}: {plan.trainable:,} parameters ({plan.trainable / plan.parameters:.2%})",
         "on": data.describe(),
         "an epoch": f"{batches:,.0f} batches of {count_of(len(limits), 'sizes')}",

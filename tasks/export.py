@@ -292,7 +292,7 @@ def _fuse(cfg: DictConfig, lora: ExportedLoRA, model: KnownModel, path: Path) ->
     rounding = (fuse_to_file if is_file else write_fused)(source, lora.deltas, path, device)
     size = sum(one.stat().st_size for one in ([path] if is_file else path.glob("*.safetensors")))
     precision = str(source.dtype).removeprefix("torch.") if is_file else source.precision
-    log.info(f"{path} contains {model.base}'s transformer with the LoRA, {precision}, {decimal(size)}")
+    log.info(f"{path} contains {module.base.title}'s transformer with the LoRA, {precision}, {decimal(size)}")
     if rounding is not None and rounding.share > 0:
         log.info(f"rounding to {precision} changes the update by {rounding.share:.2%}")
     comfyui = "; in ComfyUI: move it to models/diffusion_models" if is_file else ""

@@ -136,14 +136,18 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
         same_kind = usual is None or value is None or isinstance(value, str) == isinstance(usual, str)
         if _plain(value) and not private and key not in given and usual is not ... and same_kind:
             OmegaConf.update(model, key, value, merge=False)
-    for key in SOURCES:
-        for name in _texts(model[key]):
-            if "/" not in name and name != EMBEDDED and not exists(name):
-                kind = "FILE" if Path(name).suffix in SUFFIXES else "FOLDER"
-                raise UserError(
-                    f"the LoRA was trained on {printable(name[:99])}, a {kind.lower()} of the machine that trained it: "
-                    f"pass model.{key}={kind}"
-                )
+    missing = {
+        key: name
+        for key in SOURCES
+        for name in _texts(model[key])
+        if "/" not in name and name != EMBEDDED and not exists(name)
+    }
+    if missing:
+        kinds = {key: "FILE" if Path(name).suffix in SUFFIXES else "FOLDER" for key, name in missing.items()}
+        raise UserError(
+            f"the LoRA was trained on {printable(', '.join(missing.values())[:150])} of the machine that trained it: "
+            f"pass {' '.join(f'model.{key}={kind}' for key, kind in kinds.items())}"
+        )
     return model
 
 

@@ -90,7 +90,7 @@ def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(ru
     here = run("predict", f"lora={trained}", *common, f"output_dir={tmp_path / 'a'}")
     assert "note:" not in here.text
     error = run("predict", f"lora={moved}", *common, f"output_dir={tmp_path / 'b'}", ok=False).error
-    assert f"was trained on {tiny.name}, a folder of the machine that trained it" in error
+    assert f"was trained on {tiny.name} of the machine that trained it" in error
     other = ["model.dtype=bfloat16", f"model.pretrained_model_name_or_path={tiny}"]
     outcome = run("predict", f"lora={moved}", *common, *other, f"output_dir={tmp_path / 'b'}")
     assert "was trained on base_precision float32, this is bfloat16" in outcome.text

@@ -46,6 +46,8 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
     if Path(base).parent == CONFIGURATIONS:
         base = Path(base).name.replace("--", "/", 1)
     models = folder / "models" if (folder / "models").is_dir() else folder
+    if not any((models / name).is_dir() for names in FOLDERS.values() for name in names):
+        raise UserError(f"model.comfyui={settings.comfyui}: it has no models/diffusion_models. Correct the path.")
     repository = str(shipped_configuration(base) or resolve_repository(base)), settings.revision
     needed = with_weights(read_index(*repository))
     open_file: dict[str, Callable[[Path], Collection[str]]] = {

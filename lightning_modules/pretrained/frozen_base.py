@@ -74,6 +74,12 @@ class FrozenBase:
         return self._device()
 
     @property
+    def title(self) -> str:
+        """Its name, with that of a transformer from elsewhere."""
+        other = "" if self.transformer_name == self.name else f" with {Path(self.transformer_name).name}"
+        return self.name + other
+
+    @property
     def index(self) -> dict[str, Any]:
         """The classes of its components, and its pipeline's settings."""
         own = repository.read_index(self.components.repository, self.revision)

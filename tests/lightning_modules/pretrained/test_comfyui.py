@@ -92,7 +92,7 @@ CHANGES = {
         r"no file in .*/models/diffusion_models \(flux1-dev.safetensors\) fits by its name and tensors as transf",
     ),
     "no file": (lambda models: (models / "vae/ae.safetensors").unlink(), r"no file in .*/models/vae fits .* as vae of"),
-    "no folder": (shutil.rmtree, r"no file in .*/diffusion_models fits by its name and tensors as transformer of"),
+    "no folder": (shutil.rmtree, r"model.comfyui=.*ComfyUI: it has no models/diffusion_models"),
 }
 
 
