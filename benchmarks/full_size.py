@@ -42,7 +42,7 @@ PRECISIONS = {
 class RandomWeights(Weights):
     """Stands for files: each tensor is made on the device when it is read, the same one each time."""
 
-    format = "random"  # not None, by which a transformer in 16 bits would be left to diffusers
+    format = None
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -1,6 +1,5 @@
 """A vision-language model that writes captions."""
 
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,19 +13,13 @@ from datamodules.files import reading, reason
 from datamodules.hub import repository_file
 from datamodules.images.decoding import floor_size, shrunk
 from lightning_modules.pretrained.checks import check_component, read_json
-from lightning_modules.pretrained.repository import (
-    load_model,
-    resolve_device,
-    resolve_dtype,
-    resolve_repository,
-)
+from lightning_modules.pretrained.component_files import open_component
+from lightning_modules.pretrained.repository import resolve_device, resolve_dtype, resolve_repository
 from lightning_modules.pretrained.weights import GET_AGAIN
 from lightning_modules.quantization.quantization import Quantization
 
 if TYPE_CHECKING:
     from transformers import BatchFeature
-
-log = logging.getLogger("retouch")
 
 # Placeholder of images in a template.
 PLACE = re.compile(r"\{(\w+)\}")
@@ -123,21 +116,22 @@ class Captioner:
 
     def load(self, device: Callable[[], torch.device]) -> None:
         """Load processor and model to the configured device, or else to the one that `device` returns."""
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
-        with reading(f"the processor of {self.name}", GET_AGAIN):
+        with reading(f"the processor or configuration of {self.name}", GET_AGAIN):
             self.processor = AutoProcessor.from_pretrained(self.name, revision=self.revision)
+            config = AutoConfig.from_pretrained(self.name, revision=self.revision)
+            with init_empty_weights():
+                empty = AutoModelForImageTextToText.from_config(config).requires_grad_(False)
+            if repository_file(self.name, "generation_config.json", self.revision):
+                empty.generation_config = GenerationConfig.from_pretrained(self.name, revision=self.revision)
         if not getattr(self.processor, "chat_template", None):
             raise UserError(f"{self.name} has no chat template: choose a model that was made for instructions")
-        place, cls = self.device or device(), AutoModelForImageTextToText
+        place = self.device or device()
+        weights = open_component(empty, self.name, revision=self.revision)
         try:
-            if self.quantization is None:
-                self.model = load_model(cls, self.name, None, self.revision, self.dtype, place, self.name)
-            else:
-                # In the dtype of the files, so that each weight stays on disk until it is quantized.
-                self.model = load_model(cls, self.name, None, self.revision, "auto", None, self.name)
-                log.info(f"quantizing it to {self.quantization.format}")
-                self.quantization.convert(self.model, place, self.dtype)
+            self.model = weights.load(place, self.dtype, self.quantization)
         except torch.OutOfMemoryError as error:
             raise UserError(f"no room for {self.name} on {place}: pass captioner/quantization=nf4") from error
         self.model.generation_config.update(do_sample=False, temperature=None, top_p=None, top_k=None)

@@ -20,8 +20,9 @@ from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling, stock_pipeline
 from lightning_modules.pretrained.checks import note_once
+from lightning_modules.pretrained.component_files import load_component
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import EMBEDDED, load_component
+from lightning_modules.pretrained.repository import EMBEDDED
 from lightning_modules.pretrained.transformer import TransformerSource
 
 log = logging.getLogger("retouch")

@@ -63,7 +63,7 @@ def test_encoders_are_quantized_if_they_are_named(run, tiny, pairs, request_of, 
     assert "text_encoder_2_precision" not in header(tmp_path / "plain")
     assert header(tmp_path / "t5")["text_encoder_2_precision"] == "nf4"
     outcome = run("predict", *request_of(tmp_path / "t5", f"output_dir={tmp_path / 'images'}"))
-    assert "quantizing text_encoder_2 to nf4" in outcome.text
+    assert "loading text_encoder_2, quantizing to nf4" in outcome.text
     assert "was trained on" not in outcome.text
     others = ["model/quantization=fp4", f"output_dir={tmp_path / 'others'}"]
     outcome = run("predict", *request_of(tmp_path / "t5", *others))

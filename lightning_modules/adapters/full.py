@@ -16,6 +16,7 @@ from lightning_modules.family import ALIKE, Family, Layers
 from lightning_modules.lora_files.writing import require_finite
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import component_folder, read_index
+from lightning_modules.quantization.linear import QuantizedLinear
 
 
 class FullFineTuning(Adapter):
@@ -58,6 +59,8 @@ class FullFineTuning(Adapter):
                 raise UserError(problem)
 
     def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
+        if any(isinstance(module, QuantizedLinear) for module in transformer.modules()):
+            raise UserError(f"adapter=full: {type(transformer).__name__} is quantized on disk. Choose 16-bit weights.")
         transformer.requires_grad_(True).train()
         for parameter in transformer.parameters():
             parameter.data = parameter.data.float()

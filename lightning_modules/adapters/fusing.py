@@ -1,28 +1,30 @@
 """LoRAs and whole transformers: one fused into the weights of the other, or extracted from a fine-tuned one."""
 
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import replacing_folder
 from lightning_modules.lora_files.delta import Delta, LowRank, best_of_rank
+from lightning_modules.pretrained.checks import USUAL
 from lightning_modules.pretrained.single_file import save_native
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.weights import FILE_SIZE, FileWeights, Weights, assemble, save_quantized, stored_layer
+from lightning_modules.pretrained.weights import (
+    FileWeights,
+    Weights,
+    assemble,
+    save_quantized,
+    stored_layer,
+    write_tensors,
+)
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
-
-log = logging.getLogger("retouch")
 
 
 class Rounding:
@@ -48,11 +50,8 @@ class FusedWeights(Weights):
     """A transformer's weights on disk, dequantized, with the deltas added, in its dtype; computes on a device."""
 
     def __init__(self, source: TransformerSource, deltas: Mapping[str, Delta], device: torch.device) -> None:
-        weights = source.weights()
-        if weights is None:
-            raise UserError(f"{source.name}: only safetensors weights can be fused with a LoRA")
-        self.dtypes = weights.dtypes
-        self.stored = weights
+        self.stored = source.weights()
+        self.dtypes = self.stored.dtypes
         self.rounding = Rounding()
         self._dtype = source.dtype
         self._linears = {name: layer for name, layer in source.meta.named_modules() if isinstance(layer, nn.Linear)}
@@ -99,7 +98,9 @@ def write_fused(
             assemble(transformer, fused, dtype=source.dtype, device=device, quantization=source.quantization)
             save_quantized(transformer, source.quantization, unfinished)
         else:
-            _write_plain(source, weights, fused, unfinished)
+            source.meta.save_config(unfinished)
+            shapes = {name: torch.Size(shape) for name, shape in weights.shapes.items()}
+            write_tensors(unfinished / USUAL["diffusers"], shapes, source.dtype, fused.read)
             rounding = fused.rounding
     return rounding
 
@@ -110,23 +111,6 @@ def fuse_to_file(source: TransformerSource, deltas: Mapping[str, Delta], path: P
     fused = FusedWeights(source, deltas, device)
     save_native(path, fused.read, source.meta, source.native, source.dtype)
     return fused.rounding
-
-
-def _write_plain(source: TransformerSource, weights: FileWeights, fused: FusedWeights, folder: Path) -> None:
-    """Write plain weights, with one file in memory at a time."""
-    source.meta.save_config(folder)
-    pattern = "diffusion_pytorch_model{suffix}.safetensors"
-    tensors = {n: torch.empty(shape, dtype=source.dtype, device="meta") for n, shape in weights.shapes.items()}
-    plan = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=FILE_SIZE)
-    for count, (file, names) in enumerate(plan.filename_to_tensors.items(), 1):
-        log.info(f"writing file {count} of {len(plan.filename_to_tensors)}")
-        tensors = {name: fused.read(name) for name in names}
-        safetensors.torch.save_file(tensors, folder / file, {"format": "pt"})
-        del tensors
-        return_freed_memory()
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / f"{pattern.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantization: Quantization) -> Rounding:
@@ -192,8 +176,6 @@ def extract(
 
 def _plain_weights(source: TransformerSource) -> FileWeights:
     weights = source.weights()
-    if weights is None:
-        raise UserError(f"{source.name}: only safetensors weights can be compared")
     if weights.format is not None:
         raise UserError(f"{source.name} is {weights.format} on disk: extract= needs both in 16 or 32 bits")
     return weights

@@ -7,7 +7,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
+from datamodules.hub import repository_file
 from lightning_modules.family import Family
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights
 from lightning_modules.quantization.quantization import FORMATS, PLAIN
@@ -31,11 +32,8 @@ HARMLESS = {"full_precision_matrix_mult", "per_row", "per_channel"}
 # Alternatives of files that a component needs. Without a vocabulary transformers creates an empty tokenizer.
 VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("vocab.json", "merges.txt"))
 PREPROCESSORS = (("preprocessor_config.json",), ("processor_config.json",))
-# Weight files that libraries read, themselves or by an index.
-USUAL = {
-    "diffusers": ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"),
-    "transformers": ("model.safetensors", "pytorch_model.bin"),
-}
+# Names of the libraries' weights; an index of several files has the name with .index.json.
+USUAL = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 # Files of weights, whether they are read or not.
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
 MODELS = Path(__file__).parents[2] / "conf" / "model"
@@ -103,8 +101,8 @@ def check_component(folder: Path, class_name: str) -> None:
         _require(folder, VOCABULARIES)
     elif not is_processor and "Scheduler" not in class_name:
         _require(folder, (("config.json",),))
-        check_weight_files(folder, class_name)
-        check_library_weights(folder, read_json(folder / "config.json"))
+        refuse_method(read_json(folder / "config.json"), str(folder))
+        open_weights(str(folder), None, library_of(class_name))
     for path in folder.glob("*.json"):
         with reading(path, GET_AGAIN):
             json.loads(path.read_text(encoding="utf-8"))
@@ -116,25 +114,31 @@ def _require(folder: Path, choices: Iterable[tuple[str, ...]]) -> None:
         raise UserError(f"{folder} lacks {wanted}: the download is incomplete; {GET_AGAIN}")
 
 
-def check_weight_files(folder: Path, class_name: str) -> None:
-    """Raise a UserError unless a folder contains the weight files that the class's library reads."""
+def library_of(class_name: str) -> str:
+    """Return the library of a model's class, a key of `USUAL`."""
     import diffusers
 
-    library = "diffusers" if class_name in dir(diffusers) else "transformers"  # imports no class
-    names, usual = [path.name for path in folder.iterdir()], USUAL[library]
-    if not any(name in names for whole in usual for name in (whole, f"{whole}.index.json")):
-        others = sorted(name for name in names if WEIGHTS.fullmatch(name))
-        if not others:
-            raise UserError(f"{folder} lacks its weights: the download is incomplete; {GET_AGAIN}")
-        raise UserError(
-            f"{folder} has {listing(others)} and not {usual[0]}, which is read: rename a variant of it, or save the "
-            f"model with {library} (save_pretrained)"
-        )
-    # A download may have left others: those that are loaded are checked.
-    kind = "safetensors" if any(folder.glob("*.safetensors")) else "bin"
-    for index in [path for path in folder.glob(f"*.{kind}.index.json") if path.name.count(".") == 3]:
-        if missing := [name for name in indexed_files(index) if not (folder / name).is_file()]:
-            raise UserError(f"{folder} lacks {listing(missing)}: the download is incomplete; {GET_AGAIN}")
+    return "diffusers" if class_name in dir(diffusers) else "transformers"  # imports no class
+
+
+def open_weights(
+    repository: str, subfolder: str | None, library: str, revision: str | None = None
+) -> SafetensorsWeights:
+    """Open a model's safetensors files; raise a UserError if one is missing, damaged or of another kind."""
+    start, usual = f"{subfolder}/" if subfolder else "", USUAL[library]
+    index = repository_file(repository, f"{start}{usual}.index.json", revision)
+    names = [usual] if index is None else indexed_files(index)
+    files = {name: repository_file(repository, start + name, revision) for name in names}
+    if missing := [name for name, file in files.items() if file is None]:
+        folder, save = Path(repository, start), f"save the model as safetensors with {library} (save_pretrained)"
+        others = sorted(path.name for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
+        if index is None and others:
+            raise UserError(
+                f"{folder} has {listing(others)} and not {usual}, which is read: rename a variant of it, or {save}"
+            )
+        lacks = f"lacks {listing(missing)}" if index else f"lacks its weights, {usual}"
+        raise UserError(f"{folder} {lacks}: {GET_AGAIN}, or {save}")
+    return SafetensorsWeights(file for file in files.values() if file is not None)
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -150,14 +154,17 @@ def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
     parameters = list(stored_tensors(model))
     if missing := [name for name in parameters if name not in dtypes]:
         raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and f"{name}.weight" in dtypes]
     known = {name for name in parameters if dtypes[name] in PLAIN}
     known = known.union(*(row.readable(dtypes, layers, where) for row in FORMATS.values()))
     if strange := [name for name in parameters if name not in known]:
         raise UserError(
             f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known: {IN_16_BITS}"
         )
-    refuse_unexpected([name for name in dtypes if name not in known], where)
+    if unexpected := sorted(dtypes.keys() - known):
+        raise UserError(
+            f"{where} has {listing(unexpected)}, for which its model has no place: they would be left out; {IN_16_BITS}"
+        )
     for layer, note in weights.notes.items():
         how = dict(note)
         wanted = COMFY.get(dtypes.get(f"{layer}.weight", ""))
@@ -166,28 +173,8 @@ def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
             raise UserError(f"{where} has {layer} quantized in an unknown way ({shown}): {IN_16_BITS}")
 
 
-def refuse_unexpected(names: Sequence[str], where: str) -> None:
-    """Raise a UserError for tensors that do not exist in the model."""
-    if names:
-        raise UserError(
-            f"{where} has {listing(sorted(names))}, for which its model has no place: they would be "
-            f"left out; {IN_16_BITS}"
-        )
-
-
-def refuse_method(config: Mapping[str, Any], where: str, known: str = "bitsandbytes") -> None:
-    """Raise a UserError if a model's config.json names a quantization that does not match `known`."""
+def refuse_method(config: Mapping[str, Any], where: str) -> None:
+    """Raise a UserError if a model's config.json names a quantization that is not read."""
     method = (config.get("quantization_config") or {}).get("quant_method", "bitsandbytes")
-    if not re.fullmatch(known, method):
+    if not re.fullmatch("bitsandbytes|retouch_.*|(fp|float)8.*", method):
         raise UserError(f"{where} is quantized by {method}, which is not read: {IN_16_BITS}")
-
-
-def check_library_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise a UserError if weights for a library are quantized: it would read integers as numbers, without scales."""
-    refuse_method(config, str(folder))
-    dtypes = SafetensorsWeights(folder.glob("*.safetensors")).dtypes
-    companions = re.compile("|".join(rf"\.(?:{row.companions})$" for row in FORMATS.values()))
-    integers = re.compile(r"(?:weight|bias) (?!F|BF)")
-    quantized = [name for name, kind in dtypes.items() if companions.search(name) or integers.search(f"{name} {kind}")]
-    if quantized and not config.get("quantization_config"):
-        raise UserError(f"{folder} is quantized ({listing(quantized)}), which only a transformer may be: {IN_16_BITS}")

@@ -1,4 +1,4 @@
-"""Text encoders and autoencoders from single files, as ComfyUI has them."""
+"""Loading components: text encoders and autoencoders of a repository or of single files, as ComfyUI has them."""
 
 import logging
 import re
@@ -13,14 +13,23 @@ import torch
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.pretrained.checks import check_names
-from lightning_modules.pretrained.repository import meta_component, read_index, with_weights, without_other_parts
+from datamodules.files import reading
+from datamodules.hub import repository_file
+from lightning_modules.pretrained.checks import VOCABULARIES, check_component, check_names, library_of, open_weights
+from lightning_modules.pretrained.repository import (
+    component_class,
+    component_origin,
+    meta_component,
+    read_index,
+    with_weights,
+)
 from lightning_modules.pretrained.single_file import PART, NamedWeights, TensorPlace, misfits, open_file, single_file
-from lightning_modules.pretrained.weights import FileWeights, assemble
+from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, assemble
 from lightning_modules.quantization.quantization import MARKERS, Quantization
 
 log = logging.getLogger("retouch")
 
+CPU = torch.device("cpu")
 # Beginnings of their tensors in whole checkpoints.
 TEXT_ENCODER = re.compile(r"text_encoders\.[^.]+\.transformer\.")
 AUTOENCODER = re.compile(r"vae\.|first_stage_model\.")
@@ -32,20 +41,60 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class ComponentFile:
-    """The single file of a component: its tensors by their names in the model, whose parameters have no values."""
+    """A component on disk: its tensors by their names in the model, whose parameters have no values."""
 
-    path: Path
+    path: Path  # of its single file, or of its folder in a repository
     weights: NamedWeights
     empty: Any
 
     def load(self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None) -> Any:
         """Load the model, frozen; `quantization` is of its linear layers."""
         model = deepcopy(self.empty)
-        log.info(f"loading {type(model).__name__} from {self.path.name}")
+        log.info(f"loading {self.path.name}{f', quantizing to {quantization.format}' if quantization else ''}")
+        if quantization is not None:
+            quantization.chosen(model)
         assemble(model, self.weights, dtype=dtype, device=device, quantization=quantization)
         if hasattr(model, "tie_weights"):
             model.tie_weights(recompute_mapping=False)
         return model.requires_grad_(False).eval()
+
+
+def load_component(
+    repository: str,
+    name: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    quantization: Quantization | None = None,
+) -> Any:
+    """Load one component of a repository; models are frozen, and go straight to their dtype and device.
+
+    Raises:
+        UserError: the repository cannot be used, or the component's files are missing or damaged.
+    """
+    cls = component_class(repository, name, revision)
+    origin, revision_there, subfolder = component_origin(repository, name, revision)
+    if Path(origin).is_dir():
+        check_component(Path(origin, subfolder), cls.__name__)
+    elif "Tokenizer" in cls.__name__ or "Processor" in cls.__name__:  # else transformers may create an empty tokenizer
+        names = [f"{subfolder}/{files[0]}".lstrip("/") for files in VOCABULARIES]
+        if not any(repository_file(origin, name, revision_there) for name in names):
+            raise UserError(f"{origin} lacks {', '.join(names)}: {GET_AGAIN}")
+    model = meta_component(repository, name, revision, parameters_only=True)
+    if model is not None:
+        return open_component(model, origin, subfolder, revision_there).load(device, dtype, quantization)
+    with reading(f"{subfolder or cls.__name__} of {origin}", GET_AGAIN):
+        return cls.from_pretrained(origin, revision=revision_there, **({"subfolder": subfolder} if subfolder else {}))
+
+
+def open_component(model: Any, repository: str, subfolder: str = "", revision: str | None = None) -> ComponentFile:
+    """Open the weights of a model, whose parameters are on the meta device, in a repository."""
+    library = library_of(type(model).__name__)
+    weights = open_weights(repository, subfolder, library, revision)
+    named = (_autoencoder if library == "diffusers" else _text_encoder)(weights, "", model)
+    path = Path(repository, subfolder)
+    check_names(named, model, str(path))
+    return ComponentFile(path, named, model)
 
 
 def open_components(
@@ -78,6 +127,8 @@ def _fitting(path: Path, names: Sequence[str], repository: str, revision: str | 
     for name, start in product(names, starts):
         model = meta_component(repository, name, revision, parameters_only=True)
         named = read(weights, start, model)
+        if hasattr(model, HEAD) and not {*named.dtypes, *model.all_tied_weights_keys} & {f"{HEAD}.weight"}:
+            setattr(model, HEAD, nn.Identity())  # no family computes logits
         if problem := next(misfits(named, model), None):
             problems.append(f"for {name} ({type(model).__name__}) it {problem}")
         else:
@@ -89,7 +140,7 @@ def _fitting(path: Path, names: Sequence[str], repository: str, revision: str | 
 
 
 def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
-    """Return the tensors by their names in a model of transformers; remove its head if the file needs none."""
+    """Return the tensors by their names in a model of transformers, which may lack whole parts: heads, CLIP's tower."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -105,11 +156,11 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
     for target, source in model.all_tied_weights_keys.items():
         if target in places:
             places.setdefault(source, places.pop(target))
-    if hasattr(model, HEAD) and f"{HEAD}.weight" not in places:  # no family computes logits
-        setattr(model, HEAD, nn.Identity())
-        model.all_tied_weights_keys.pop(f"{HEAD}.weight", None)
     model.tie_weights(recompute_mapping=False)
-    kept = {*without_other_parts(model, places), *MARKERS} - {name for name, _ in model.named_buffers()}
+    base, inner = f"{model.base_model_prefix}.", getattr(model, model.base_model_prefix, model)
+    parts = {name for module in (model, inner) for name, _ in module.named_children()}
+    own_parts = [name for name in places if name.removeprefix(base).partition(".")[0] in parts]
+    kept = {*own_parts, *MARKERS} - {name for name, _ in model.named_buffers()}
     return NamedWeights(weights, {name: place for name, place in places.items() if name in kept}, {})
 
 

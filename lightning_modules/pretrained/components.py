@@ -1,7 +1,6 @@
 """The components of a pipeline, each loaded on first use, offloaded and released."""
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,18 +10,10 @@ import torch
 from torch import nn
 
 from datamodules.errors import UserError, listing
-from lightning_modules.pretrained.component_files import ComponentFile, open_components
-from lightning_modules.pretrained.repository import (
-    load_component,
-    read_index,
-    resolve_repository,
-    shipped_configuration,
-    with_weights,
-)
+from lightning_modules.pretrained.component_files import ComponentFile, load_component, open_components
+from lightning_modules.pretrained.repository import read_index, resolve_repository, shipped_configuration, with_weights
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import LOADING, StageTimer
-
-log = logging.getLogger("retouch")
 
 
 @dataclass(eq=False)
@@ -86,16 +77,10 @@ class Components:
         if name in self.defaults and name not in read_index(self.repository, self.revision):
             class_name, settings = self.defaults[name]
             return getattr(importlib.import_module("diffusers"), class_name)(**settings)
+        quantization = self.quantization if name in self.quantized else None
         if name in self.files:
-            return self.files[name].load(device, self.dtype, self.quantization if name in self.quantized else None)
-        if name not in self.quantized:
-            return load_component(self.repository, name, revision=self.revision, dtype=self.dtype, device=device)
-        # In the files' own dtype, so that the weights stay mapped until each is quantized.
-        part = load_component(self.repository, name, revision=self.revision, dtype="auto")
-        assert self.quantization is not None
-        log.info(f"quantizing {name} to {self.quantization.format}")
-        self.quantization.convert(part, device, self.dtype)
-        return part
+            return self.files[name].load(device, self.dtype, quantization)
+        return load_component(self.repository, name, self.revision, self.dtype, device, quantization)
 
     def models(self) -> dict[str, nn.Module]:
         """Return the loaded models."""

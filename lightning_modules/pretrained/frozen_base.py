@@ -15,11 +15,10 @@ from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.checks import check_component, models_for, note_once
+from lightning_modules.pretrained.checks import check_component, models_for, note_once, open_weights
 from lightning_modules.pretrained.comfyui import with_comfyui
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights
 from lightning_modules.settings import ModelSettings
 from lightning_modules.timing import LOADING, StageTimer
 
@@ -168,11 +167,7 @@ class FrozenBase:
         if "vae" in self.components.files:
             return self.components.files["vae"].weights.map(name)
         origin, revision, subfolder = repository.component_origin(self.components.repository, "vae", self.revision)
-        filename = f"{subfolder}/diffusion_pytorch_model.safetensors".lstrip("/")
-        path = repository.repository_file(origin, filename, revision)
-        if path is None:
-            raise UserError(f"{self.name} has no {filename}: {GET_AGAIN}")
-        return SafetensorsWeights([path]).map(name)
+        return open_weights(origin, subfolder, "diffusers", revision).map(name)
 
     def latent_size(self, width: int, height: int) -> torch.Size:
         """Return (height, width) of an image's latent."""

@@ -1,26 +1,19 @@
-"""Components of a diffusers repository (a folder or a hub id): their files, classes, configurations and loading."""
+"""Components of a diffusers repository (a folder or a hub id): their files, classes and configurations."""
 
 import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from datamodules.errors import UserError, listing
-from datamodules.files import PICKLES, kind_of_file, reading
+from datamodules.errors import UserError
+from datamodules.files import PICKLES, kind_of_file
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.hub import repository_file
-from lightning_modules.pretrained.checks import (
-    VOCABULARIES,
-    check_component,
-    check_library_weights,
-    read_json,
-    refuse_unexpected,
-)
-from lightning_modules.pretrained.weights import GET_AGAIN
+from lightning_modules.pretrained.checks import read_json
 
 log = logging.getLogger("retouch")
 
@@ -149,35 +142,6 @@ def component_class(repository: str, name: str, revision: str | None = None) -> 
     return getattr(importlib.import_module(library), class_name)
 
 
-def load_component(
-    repository: str,
-    name: str,
-    *,
-    revision: str | None = None,
-    dtype: torch.dtype | Literal["auto"] = torch.float32,
-    device: torch.device | None = None,
-) -> Any:
-    """Load one component from its subfolder; models are frozen, and go straight to their dtype and device.
-
-    Args:
-        dtype: `auto` for the files' own, which are then mapped, not copied.
-
-    Raises:
-        UserError: the repository cannot be used, or the component's files are missing or damaged.
-    """
-    cls = component_class(repository, name, revision)
-    repository, revision, subfolder = component_origin(repository, name, revision)
-    if Path(repository).is_dir():
-        check_component(Path(repository, subfolder), cls.__name__)
-    elif "Tokenizer" in cls.__name__ or "Processor" in cls.__name__:  # else transformers may create an empty tokenizer
-        names = [f"{subfolder}/{files[0]}".lstrip("/") for files in VOCABULARIES]
-        if not any(repository_file(repository, name, revision) for name in names):
-            raise UserError(f"{repository} lacks {', or '.join(names)}: {GET_AGAIN}")
-    if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
-        return _from_pretrained(cls, repository, revision=revision, subfolder=subfolder)
-    return load_model(cls, repository, subfolder, revision, dtype, device)
-
-
 def encoders_identity(
     repository: str, revision: str | None, names: Sequence[str], memo: Path, single_files: dict[str, Path]
 ) -> dict[str, str]:
@@ -222,45 +186,3 @@ def meta_component(repository: str, name: str, revision: str | None = None, para
     with init_empty_weights() if parameters_only else torch.device("meta"):
         model = cls.from_config(config) if hasattr(cls, "from_config") else cls(cls.config_class.from_dict(config))
         return model.requires_grad_(False)
-
-
-def load_model(
-    cls: type[Any],
-    repository: str,
-    subfolder: str | None,
-    revision: str | None,
-    dtype: torch.dtype | Literal["auto"],
-    device: torch.device | None,
-    what: str = "transformer",
-) -> Any:
-    """Load a diffusers or transformers model, frozen, straight to its dtype and device; `what` names it in the log."""
-    log.info(f"loading {subfolder or what}")
-    where = f"{subfolder or cls.__name__} of {repository}"
-    place = {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
-    dtype_name = "torch_dtype" if cls.__module__.startswith("diffusers") else "dtype"  # else transformers 5
-    arguments = {dtype_name: dtype, "output_loading_info": True, **place}
-    model, found = _from_pretrained(cls, repository, revision=revision, subfolder=subfolder, **arguments)
-    # They would be random numbers.
-    if lacking := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
-        raise UserError(f"{where} lacks {listing(lacking)}: {GET_AGAIN}")
-    refuse_unexpected(without_other_parts(model, found["unexpected_keys"]), where)
-    config = repository_file(repository, f"{subfolder}/config.json" if subfolder else "config.json", revision)
-    if config is not None and not Path(repository).is_dir():  # a folder's files were checked before
-        check_library_weights(config.parent, read_json(config))
-    return model.requires_grad_(False).eval()
-
-
-def without_other_parts(model: Any, names: Iterable[str]) -> list[str]:
-    """Leave out tensors of whole parts that a transformers class does not have: heads, CLIP's other tower."""
-    if type(model).__module__.startswith("diffusers"):
-        return list(names)
-    start = f"{model.base_model_prefix}."
-    inner = getattr(model, model.base_model_prefix, model)
-    own = {name for module in (model, inner) for name, _ in module.named_children()}
-    return [name for name in names if name.removeprefix(start).partition(".")[0] in own]
-
-
-def _from_pretrained(cls: type[Any], repository: str, subfolder: str | None, **arguments: Any) -> Any:
-    where = {"subfolder": subfolder} if subfolder else {}
-    with reading(f"{subfolder or cls.__name__} of {repository}", GET_AGAIN):
-        return cls.from_pretrained(repository, **where, **arguments)

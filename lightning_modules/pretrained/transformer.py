@@ -9,35 +9,26 @@ from typing import Any
 
 import torch
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from datamodules.hub import repository_file
 from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained.checks import (
     check_names,
-    check_weight_files,
-    indexed_files,
     models_for,
     note_once,
+    open_weights,
     read_json,
     refuse_method,
 )
-from lightning_modules.pretrained.repository import (
-    index_file,
-    load_model,
-    read_index,
-    resolve_repository,
-    shipped_configuration,
-)
+from lightning_modules.pretrained.repository import index_file, read_index, resolve_repository, shipped_configuration
 from lightning_modules.pretrained.single_file import GGUFWeights, name_tensors, open_file, single_file
-from lightning_modules.pretrained.weights import FileWeights, SafetensorsWeights, assemble
+from lightning_modules.pretrained.weights import FileWeights, assemble
 from lightning_modules.quantization.eight_bit import has_tensor_cores
 from lightning_modules.quantization.quantization import FORMATS, Quantization
 
 log = logging.getLogger("retouch")
-
-WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 def transformer_config(repository: str, revision: str | None = None) -> dict[str, Any]:
@@ -45,23 +36,14 @@ def transformer_config(repository: str, revision: str | None = None) -> dict[str
     for filename in ("transformer/config.json", "config.json"):
         if path := repository_file(repository, filename, revision):
             config = read_json(path)
-            refuse_method(config, repository, "bitsandbytes|retouch_.*|(fp|float)8.*")
+            refuse_method(config, repository)
             return config | {"_subfolder": filename.rpartition("/")[0] or None}
     raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
 
 
-def transformer_weights(repository: str, revision: str | None = None) -> SafetensorsWeights | None:
-    """Open its weights; None without safetensors files; raise a UserError if one is missing or damaged."""
-    folder = transformer_config(repository, revision)["_subfolder"]
-    start = f"{folder}/" if folder else ""
-    index = repository_file(repository, f"{start}{WEIGHTS_FILE}.index.json", revision)
-    names = [WEIGHTS_FILE] if index is None else indexed_files(index)
-    files = {name: repository_file(repository, start + name, revision) for name in names}
-    if index is None and files == {WEIGHTS_FILE: None}:
-        return None
-    if missing := [start + name for name, file in files.items() if file is None]:
-        raise UserError(f"{repository} lacks {listing(missing)}: the download is incomplete; download it again")
-    return SafetensorsWeights([file for file in files.values() if file is not None])
+def transformer_weights(repository: str, revision: str | None = None) -> FileWeights:
+    """Open its weights; raise a UserError if a file is missing or damaged."""
+    return open_weights(repository, transformer_config(repository, revision)["_subfolder"], "diffusers", revision)
 
 
 @dataclass(eq=False)
@@ -102,10 +84,12 @@ class TransformerSource:
             return config | {"_subfolder": None}
         return transformer_config(resolve_repository(str(shipped_configuration(self.pipeline) or self.pipeline)))
 
-    def weights(self) -> FileWeights | None:
-        """Open its weights; None without safetensors files; raise a UserError if they are damaged or do not fit."""
+    def weights(self) -> FileWeights:
+        """Open its weights; raise a UserError if they are damaged or do not fit."""
         if self.file is None:
-            return transformer_weights(self.repository, self.revision)
+            weights = transformer_weights(self.repository, self.revision)
+            check_names(weights, self.meta, str(Path(self.repository, self.config()["_subfolder"] or "")))
+            return weights
         stored = open_file(self.file)
         if isinstance(stored, GGUFWeights) and self.quantization is None:
             note_once(
@@ -152,13 +136,8 @@ class TransformerSource:
 
     def check_files(self) -> None:
         """Raise a UserError if a local transformer's files are incomplete or of a kind that is not read."""
-        if self.file is not None:
+        if os.path.exists(self.repository):
             self.weights()
-        elif Path(self.repository).is_dir():
-            folder = Path(self.repository, self.config()["_subfolder"] or ".")
-            check_weight_files(folder, self.class_name)
-            if (weights := transformer_weights(self.repository, self.revision)) is not None:
-                check_names(weights, self.meta, str(folder))
 
     def load(self, device: torch.device, split: bool = False) -> Any:
         """Load the transformer, frozen.
@@ -171,15 +150,7 @@ class TransformerSource:
         """
         weights, quantization = self.weights(), self.quantization
         streamed = tuple(f"{block}." for block in streamed_blocks(self.meta, self.streamed))
-        assembles = quantization is not None or split or bool(streamed)
-        if weights is None and assembles:
-            raise UserError(f"{self.repository}: only safetensors weights can be quantized, offloaded or split")
         model = self.empty()
-        if weights is not None:
-            check_names(weights, model, self.repository)
-        if weights is None or (self.file is None and weights.format is None and not assembles):
-            folder = self.config()["_subfolder"]
-            return load_model(self._class, self.repository, folder, self.revision, self.dtype, device)
 
         def placement(name: str) -> torch.device:
             return torch.device("cpu") if split or name.startswith(streamed) else device
@@ -196,8 +167,7 @@ class TransformerSource:
     @cached_property
     def stored_format(self) -> str | None:
         """The format of its linear layers on disk; None if they are not quantized."""
-        weights = self.weights()
-        return None if weights is None else weights.format
+        return self.weights().format
 
     @cached_property
     def precision(self) -> str:

@@ -1,4 +1,4 @@
-"""A transformer's weights on disk, in 16 bits or quantized: reading tensors, loading layer by layer, writing."""
+"""A model's weights on disk, in 16 bits or quantized: reading tensors, loading layer by layer, writing."""
 
 import json
 import logging
@@ -115,7 +115,8 @@ def assemble(
     """
     place = placement or (lambda name: device)
     # Names, not modules: a layer that is replaced must be freed at once.
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name in linears if f"{name}.weight" in weights.dtypes]  # others are tied
     converted = set()
     if quantization is not None:
         readable = quantization.readable

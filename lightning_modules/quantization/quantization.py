@@ -85,29 +85,6 @@ class Quantization:
                 f"model.quantization: {self.format} does not run on {device} here: {reason(error)}"
             ) from error
 
-    def convert(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Quantize a loaded model in place, layer by layer, and move it to `device`.
-
-        Args:
-            dtype: of unquantized weights, and of layers before they are quantized.
-
-        Raises:
-            UserError: no layer is chosen.
-        """
-        chosen = self.chosen(model)
-        for name in chosen:
-            linear = model.get_submodule(name).to(device, dtype)
-            assert isinstance(linear, nn.Linear)
-            model.set_submodule(name, self.quantize(linear))
-            del linear
-            return_freed_memory()
-        quantized = {parameter for name in chosen for parameter in model.get_submodule(name).parameters()}
-        for parameter in model.parameters():
-            if parameter not in quantized:
-                parameter.data = parameter.data.to(device, dtype)
-        model.to(device)  # buffers, in their own dtype
-        return_freed_memory()
-
     def nbytes(self, model: nn.Module, dtype: torch.dtype) -> int:
         """Return the bytes of a quantized model's weights; the model may be on the meta device.
 

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_modules.adapters import rank_schedule
 from lightning_modules.execution import offload
-from lightning_modules.pretrained import transformer
-from lightning_modules.pretrained.weights import assemble
 from lightning_modules.quantization import eight_bit, linear
 from lightning_modules.quantization.linear import frozen_input_gradient, frozen_product
 
@@ -210,13 +208,6 @@ def swap_tensors(one, other, swap=torch.utils.swap_tensors):
         swap(one, other)
 
 
-def load_model(cls, repository, subfolder, revision, dtype, device):
-    """Load a model for diffusers with our loading."""
-    model = transformer.TransformerSource(cls.__name__, repository, revision, dtype, None, 0).empty()
-    assemble(model, transformer.transformer_weights(repository), dtype=dtype, device=device, quantization=None)
-    return model.requires_grad_(False).eval()
-
-
 @contextmanager
 def fake_cuda():
     """A `FakeCuda` of compute capability 9.0, beside which there is nothing that is CUDA's own."""
@@ -234,7 +225,6 @@ def fake_cuda():
         (offload, "_register", lambda memory, device: cuda.pin(memory)),
         (offload, "_unpin", lambda *_: None),
         (linear, "FUSES", ()),
-        (transformer, "load_model", load_model),
         (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
         (torch.utils, "swap_tensors", swap_tensors),
     ]

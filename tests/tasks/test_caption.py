@@ -220,7 +220,7 @@ def test_the_page_shows_pictures_and_text_as_text(run, arguments, bare, tmp_path
 
 def test_it_captions_with_quantized_layers(run, arguments, bare):
     given = arguments(bare, "captioner/quantization=nf4", "captioner.dtype=bfloat16")
-    assert "quantizing it to nf4" in run("predict", *given).text
+    assert ", quantizing to nf4" in run("predict", *given).text
     assert len(captions(bare)) == 7
     captioner = instantiate(compose("predict", *given).captioner, _convert_="all")
     captioner.load(lambda: torch.device("cpu"))

@@ -19,7 +19,7 @@ from datamodules.pairs import collate_pixels
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.families.flux3.module import Flux3Klein
 from lightning_modules.inference import SamplingTransformer
-from lightning_modules.pretrained.repository import load_component
+from lightning_modules.pretrained.component_files import load_component
 from report.commands import Names, commands
 from tests.support.combinations import first
 from tests.support.commands import compose

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
+from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.component_files import open_components
-from lightning_modules.pretrained.repository import load_component
+from lightning_modules.pretrained.component_files import load_component, open_components
+from lightning_modules.pretrained.repository import component_class
 from lightning_modules.quantization.linear import QuantizedLinear
 from tests.support.commands import compose
 from tests.support.quantized import CPU, quantization
@@ -59,7 +60,9 @@ class Files:
         return open_components(texts, vae, str(self.folder), None)
 
     def reference(self, name, dtype):
-        return load_component(str(self.folder), name, dtype=dtype)
+        """Load a component by its library."""
+        cls = component_class(str(self.folder), name)
+        return cls.from_pretrained(self.folder, subfolder=name, dtype=dtype).requires_grad_(False)
 
 
 @pytest.fixture
@@ -182,6 +185,22 @@ def test_layers_are_quantized_by_the_settings(files_of):
     file = files.open(files.write(files.state("text_encoder_2")))["text_encoder_2"]
     loaded = file.load(CPU, torch.bfloat16, quantization("nf4"))
     assert isinstance(loaded.encoder.block[0].layer[0].SelfAttention.q, QuantizedLinear)
+
+
+def test_a_repositorys_layers_stay_fp8(files_of, tmp_path):
+    files, name = files_of(FLUX), "text_encoder_2"
+    folder = shutil.copytree(files.folder, tmp_path / "fp8")
+    state = files.state(name)
+    quantized = fp8(
+        state, {key for key, one in state.items() if one.dim() == 2 and not re_embedding(key)}, "weight_scale"
+    )[0]
+    single = files.open(files.write(quantized))[name].load(CPU, torch.float32, None)
+    shutil.copy(tmp_path / "file.safetensors", folder / name / "model.safetensors")
+    loaded = load_component(str(folder), name)
+    assert_equal(loaded, tensors(single))
+    assert isinstance(loaded.encoder.block[0].layer[0].SelfAttention.q, QuantizedLinear)
+    with pytest.raises(UserError, match="T5EncoderModel is quantized on disk"):
+        FullFineTuning(text_encoders=True).inject(loaded)
 
 
 # Autoencoders

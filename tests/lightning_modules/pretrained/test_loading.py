@@ -11,11 +11,11 @@ import transformers
 
 from datamodules.errors import UserError
 from datamodules.hub import repository_file
+from lightning_modules.pretrained.component_files import load_component
 from lightning_modules.pretrained.repository import (
     ASSETS,
     CONFIGURATIONS,
     component_origin,
-    load_component,
     read_index,
     resolve_device,
     shipped_configuration,

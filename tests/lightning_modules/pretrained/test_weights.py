@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from datamodules.errors import UserError
-from lightning_modules.pretrained.checks import check_weight_files
+from lightning_modules.pretrained.checks import open_weights
 from lightning_modules.pretrained.repository import resolve_repository
 from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
 from lightning_modules.pretrained.weights import save_quantized
@@ -227,17 +227,19 @@ def test_a_single_file_is_named_by_its_kind_and_not_looked_for_on_the_hub(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("names", "class_name", "message"),
+    ("names", "library", "message"),
     [
-        (["diffusion_pytorch_model.fp16.safetensors"], "FluxTransformer2DModel", "has .* and not .*: rename a variant"),
-        (["flax_model.msgpack", "model.onnx"], "CLIPTextModel", "has flax_model.*, model.onnx and not model.safetens"),
+        (["diffusion_pytorch_model.fp16.safetensors"], "diffusers", "has .* and not .*: rename a variant"),
+        (["flax_model.msgpack", "model.onnx"], "transformers", "has flax_model.*, model.onnx and not model.safetens"),
+        (["pytorch_model.bin"], "transformers", "has pytorch_model.bin and not .*save the model as safetensors with"),
+        ([], "diffusers", "lacks its weights, .*: download it again, or save the model as safetensors"),
     ],
 )
-def test_weights_of_another_variant_are_named(tmp_path, names, class_name, message):
+def test_weights_of_another_kind_are_named(tmp_path, names, library, message):
     for name in names:
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=message):
-        check_weight_files(tmp_path, class_name)
+        open_weights(str(tmp_path), None, library)
 
 
 @pytest.mark.parametrize("build", [flux, z_image])

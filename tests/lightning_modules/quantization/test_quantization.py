@@ -16,7 +16,7 @@ from torch import nn
 from datamodules.errors import UserError
 from lightning_modules.quantization.quantization import nbytes
 from tests.support.commands import ROOT, compose
-from tests.support.quantized import quantization
+from tests.support.quantized import load, quantization
 
 FP8 = OmegaConf.load(ROOT / "conf/model/quantization/fp8.yaml")
 KEPT = {
@@ -55,10 +55,10 @@ CLASSES = {
 
 @pytest.mark.parametrize("model", KEPT)
 def test_embedders_modulation_and_output_stay_as_they_are(repositories, model):
-    transformer = CLASSES[model].from_pretrained(repositories[model], subfolder="transformer")
+    transformer = load(repositories[model], CLASSES[model].__name__, torch.float32)
     linears = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     size = instantiate(FP8).nbytes(transformer, torch.float32)
-    instantiate(FP8).convert(transformer, torch.device("cpu"), torch.float32)
+    transformer = load(repositories[model], CLASSES[model].__name__, torch.float32, instantiate(FP8))
     kept = {name for name in linears if type(transformer.get_submodule(name)) is nn.Linear}
     assert {name for name in kept if not name.startswith("time_text_embed")} == KEPT[model]
     blocks = {name for name in linears if ".attn." in name or ".attention." in name}
@@ -67,17 +67,12 @@ def test_embedders_modulation_and_output_stay_as_they_are(repositories, model):
     assert nbytes(transformer) == size + scales
 
 
-@pytest.fixture
-def transformer(repositories):
-    return FluxTransformer2DModel.from_pretrained(repositories["flux_kontext"], subfolder="transformer")
-
-
-def test_list_of_unquantized_layers_can_be_changed(transformer):
-    quantization("int8", skip=["transformer_blocks.*"]).convert(transformer, torch.device("cpu"), torch.float32)
+def test_list_of_unquantized_layers_can_be_changed(tiny):
+    transformer = load(tiny, quantization=quantization("int8", skip=["transformer_blocks.*"]))
     assert type(transformer.proj_out) is not nn.Linear
     assert type(transformer.transformer_blocks[0].attn.to_q) is nn.Linear
     with pytest.raises(UserError, match="leaves no linear layer"):
-        quantization("int8", skip=["*"]).convert(transformer, torch.device("cpu"), torch.float32)
+        quantization("int8", skip=["*"]).chosen(transformer)
 
 
 def test_a_device_that_cannot_do_it_is_named(monkeypatch):
