@@ -6,7 +6,7 @@ from diffusers import FluxTransformer2DModel
 from hydra.utils import instantiate
 
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.pretrained import repository, transformer
+from lightning_modules.pretrained import components, repository, transformer
 from tests.lightning_modules.pretrained.test_weights import FORMATS, write
 from tests.support.commands import compose
 from tests.support.quantized import quantized
@@ -43,7 +43,7 @@ def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path,
         stand_in = tmp_path / "stand_in"
         write(source, stand_in / "transformer", replace, config)
     stand_ins = {base: str(stand_in), "black-forest-labs/FLUX.1-Kontext-dev": str(folder)}
-    for module in (repository, transformer):
+    for module in (components, repository, transformer):
         monkeypatch.setattr(module, "resolve_repository", lambda name: stand_ins.get(name, name))
     quick = [f"data.root={pairs}", f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}"]
     quick += ["trainer.max_steps=1", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none"]

@@ -185,7 +185,8 @@ class TransformerSource:
         how = self.config().get("quantization_config") or {}
         if how.get("load_in_8bit") or how.get("load_in_4bit"):
             return "int8" if how.get("load_in_8bit") else how.get("bnb_4bit_quant_type", "fp4")
-        return self.precision if os.path.exists(self.repository) else self._configured
+        here = self.file is not None or any(Path(self.repository).glob("**/*.safetensors"))
+        return self.precision if here else self._configured
 
     @property
     def _configured(self) -> str:
