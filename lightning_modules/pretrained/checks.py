@@ -23,9 +23,7 @@ from lightning_modules.quantization.quantization import FORMATS, PLAIN
 
 log = logging.getLogger("retouch")
 
-IN_16_BITS = (
-    "name a repository of plain 16-bit weights; model/quantization=fp8 or fp4 makes it smaller while it is loaded"
-)
+NOT_READ = "which is not read: use the model's 16-bit, fp8 or int8 weights, or a GGUF file of its transformer"
 # ComfyUI's names of the formats that are read, by weight dtype; other entries that its notes may have.
 COMFY = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8_tensorwise"}
 HARMLESS = {"full_precision_matrix_mult", "per_row", "per_channel"}
@@ -152,6 +150,7 @@ def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
     """Raise a UserError unless a model's tensors, which may be on the meta device, are all on disk, and no others."""
     dtypes = weights.dtypes
     parameters = list(stored_tensors(model))
+    check_notes(weights, where)
     if missing := [name for name in parameters if name not in dtypes]:
         raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
     layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and f"{name}.weight" in dtypes]
@@ -159,22 +158,29 @@ def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
     known = known.union(*(row.readable(dtypes, layers, where) for row in FORMATS.values()))
     if strange := [name for name in parameters if name not in known]:
         raise UserError(
-            f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known: {IN_16_BITS}"
+            f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known, {NOT_READ}"
         )
     if unexpected := sorted(dtypes.keys() - known):
-        raise UserError(
-            f"{where} has {listing(unexpected)}, for which its model has no place: they would be left out; {IN_16_BITS}"
-        )
+        raise UserError(f"{where} has {listing(unexpected)}, for which its model has no place: they would be left out")
+    for name, tensor in stored_tensors(model).items():  # packed weights have other shapes
+        stored, own = ("x".join(map(str, shape)) for shape in (weights.shapes[name], tensor.shape))
+        if dtypes[name] != "U8" and stored != own:
+            raise UserError(f"{where} has {name} of {stored}, {type(model).__name__} of {own}: it is of another model")
+
+
+def check_notes(weights: FileWeights, where: str) -> None:
+    """Raise a UserError for layers that ComfyUI's notes say are quantized in a way that is not read."""
     for layer, note in weights.notes.items():
         how = dict(note)
-        wanted = COMFY.get(dtypes.get(f"{layer}.weight", ""))
-        if how.pop("format", None) != wanted or any(how[key] for key in how.keys() - HARMLESS):
-            shown = ", ".join(f"{key} {value}" for key, value in note.items())
-            raise UserError(f"{where} has {layer} quantized in an unknown way ({shown}): {IN_16_BITS}")
+        method = "ConvRot" if note.get("convrot") else how.pop("format", None)
+        if method != COMFY.get(weights.dtypes.get(f"{layer}.weight", "")) or any(
+            how[key] for key in how.keys() - HARMLESS
+        ):
+            raise UserError(f"{where} has {layer} quantized by {method or note}, {NOT_READ}")
 
 
 def refuse_method(config: Mapping[str, Any], where: str) -> None:
     """Raise a UserError if a model's config.json names a quantization that is not read."""
     method = (config.get("quantization_config") or {}).get("quant_method", "bitsandbytes")
     if not re.fullmatch("bitsandbytes|retouch_.*|(fp|float)8.*", method):
-        raise UserError(f"{where} is quantized by {method}, which is not read: {IN_16_BITS}")
+        raise UserError(f"{where} is quantized by {method}, {NOT_READ}")

@@ -23,7 +23,7 @@ from lightning_modules.pretrained.repository import (
     read_index,
     with_weights,
 )
-from lightning_modules.pretrained.single_file import PART, NamedWeights, TensorPlace, misfits, open_file, single_file
+from lightning_modules.pretrained.single_file import PART, NamedWeights, TensorPlace, open_file, single_file
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, assemble
 from lightning_modules.quantization.quantization import MARKERS, Quantization
 
@@ -129,11 +129,11 @@ def _fitting(path: Path, names: Sequence[str], repository: str, revision: str | 
         named = read(weights, start, model)
         if hasattr(model, HEAD) and not {*named.dtypes, *model.all_tied_weights_keys} & {f"{HEAD}.weight"}:
             setattr(model, HEAD, nn.Identity())  # no family computes logits
-        if problem := next(misfits(named, model), None):
-            problems.append(f"for {name} ({type(model).__name__}) it {problem}")
-        else:
-            check_names(named, model, str(path))
+        try:
+            check_names(named, model, f"as {name} it")
             found[name] = ComponentFile(path, named, model)
+        except UserError as error:
+            problems.append(str(error))
     if not found:
         raise UserError(f"{path} fits no component: {'; '.join(problems)}. Name another file or choose another model=.")
     return found
@@ -161,7 +161,7 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
     parts = {name for module in (model, inner) for name, _ in module.named_children()}
     own_parts = [name for name in places if name.removeprefix(base).partition(".")[0] in parts]
     kept = {*own_parts, *MARKERS} - {name for name, _ in model.named_buffers()}
-    return NamedWeights(weights, {name: place for name, place in places.items() if name in kept}, {})
+    return NamedWeights(weights, {name: place for name, place in places.items() if name in kept})
 
 
 def _autoencoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
@@ -173,11 +173,11 @@ def _autoencoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
     names = [name for name in weights.dtypes if name.startswith(start) and not name.endswith("num_batches_tracked")]
     plain = {MOVED.sub("", name.removeprefix(start)): TensorPlace(name) for name in names}
     if convert is None or any(".mid_block." in name for name in plain):
-        return NamedWeights(weights, plain, {})
+        return NamedWeights(weights, plain)
     # Numbers in the tensors' shapes show what becomes of each: the functions leave out some without a word.
     numbers = {key: torch.tensor(i).expand(weights.shapes[one.name]) for i, (key, one) in enumerate(plain.items())}
     results = {key: part for key, part in convert(numbers, config=model.config).items() if part is not None}
     sources = {key: [*plain][int(part[(0,) * part.dim()])] for key, part in results.items()}
     left = plain.keys() - sources.values()
-    places = {key: plain[source] for key, source in sources.items()} | {key: plain[key] for key in left}
-    return NamedWeights(weights, places, {key: part.shape for key, part in results.items()})
+    places = {key: plain[source]._replace(shape=tuple(results[key].shape)) for key, source in sources.items()}
+    return NamedWeights(weights, places | {key: plain[key] for key in left})

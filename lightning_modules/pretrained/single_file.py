@@ -1,8 +1,10 @@
 """Single files of weights, safetensors or GGUF: their tensors by the names of a model in diffusers."""
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,15 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
+from datamodules.errors import UserError
 from datamodules.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
-from lightning_modules.pretrained.checks import COMFY, check_names, known_bases, note_once, stored_tensors
+from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes, known_bases, note_once
 from lightning_modules.pretrained.repository import meta_component, shipped_configuration
-from lightning_modules.pretrained.weights import ALL_ROWS, GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
+from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
-from lightning_modules.quantization.quantization import MARKERS
 
 SUFFIXES = (".safetensors", ".sft", ".gguf")
 # Beginnings of a transformer's tensors in checkpoints, and of the other parts that a checkpoint may contain.
@@ -34,7 +35,6 @@ SIGNS = {
     r"\.(wscales|smooth_factor|smooth_orig|qweight)$": "is quantized by nunchaku (SVDQuant) or a similar program, {}",
     r"\.weight_scale_2$": "is quantized to nvfp4, {}",
 }
-INSTEAD = "which is not read: use the model's bf16, fp8, int8 or GGUF file"
 
 
 def single_file(name: str, key: str = "") -> Path | None:
@@ -56,13 +56,10 @@ def open_file(path: Path) -> FileWeights:
     if path.suffix in PICKLES:
         raise UserError(f"{path} is {kind_of_file(path) or 'a pickle of PyTorch'}: save it as .safetensors")
     weights = GGUFWeights(path) if path.suffix == ".gguf" else SafetensorsWeights([path])
-    for note in weights.notes.values():
-        method = "ConvRot" if note.get("convrot") else note.get("format")
-        if method not in COMFY.values():
-            raise UserError(f"{path} is quantized by {method}, {INSTEAD}")
+    check_notes(weights, str(path))
     for sign, what in SIGNS.items():
         if any(re.search(sign, name) for name in weights.dtypes):
-            raise UserError(f"{path} {what.format(INSTEAD)}")
+            raise UserError(f"{path} {what.format(NOT_READ)}")
     return weights
 
 
@@ -79,6 +76,7 @@ class GGUFWeights(FileWeights):
         except ImportError as error:
             raise UserError(f"{path}: reading GGUF needs the gguf package. Run pip install gguf.") from error
         self.dtypes, self.shapes, self.notes = {}, {}, {}
+        self._last = "", torch.empty(0)
         counts: Counter[str] = Counter()
         with reading(path, GET_AGAIN, GGUF):
             reader = gguf.GGUFReader(path)
@@ -92,13 +90,17 @@ class GGUFWeights(FileWeights):
                 self.dtypes[name] = "F32"
         self.type = max(counts, key=counts.__getitem__)
 
-    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        return self.map(name).clone()
+
+    def map(self, name: str) -> Tensor:
+        """Return a tensor, which is kept for the next layer that is a part of it."""
         from gguf import dequantize
 
-        tensor, shape = self._tensors[name], self.shapes[name]
-        if len(tensor.data) != shape[0]:  # another shape than the model's
-            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)[rows].clone()
-        return torch.from_numpy(dequantize(tensor.data[rows], tensor.tensor_type).copy())
+        if self._last[0] != name:
+            tensor = self._tensors[name]
+            self._last = name, torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        return self._last[1].reshape(self.shapes[name])
 
 
 class TensorPlace(NamedTuple):
@@ -106,55 +108,39 @@ class TensorPlace(NamedTuple):
 
     Attributes:
         name: of the tensor in the file.
-        rows: of a tensor that several layers share.
+        rows: of a tensor that several layers share; None for all.
         swapped: whether the halves of the rows are in reverse order.
+        shape: in the model; None for that of the file.
     """
 
     name: str
-    rows: slice = ALL_ROWS
+    rows: slice | None = None
     swapped: bool = False
+    shape: tuple[int, ...] | None = None
 
 
 class NamedWeights(FileWeights):
-    """A file's tensors by their names in a model.
+    """A file's tensors by their names in a model, and under their own names those that it does not know."""
 
-    Args:
-        places: of the model's tensors, and under their own names of those that it does not know.
-        shapes: of the model's tensors that a file may store in another shape of as many elements.
-    """
-
-    def __init__(
-        self, weights: FileWeights, places: Mapping[str, TensorPlace], shapes: Mapping[str, torch.Size]
-    ) -> None:
+    def __init__(self, weights: FileWeights, places: Mapping[str, TensorPlace]) -> None:
         self._weights, self._places = weights, places
         self.dtypes = {name: weights.dtypes[place.name] for name, place in places.items()}
-        self.shapes = {name: self._shape(place) for name, place in places.items()}
-        for name, shape in shapes.items():
-            if name in self.shapes and shape.numel() == torch.Size(self.shapes[name]).numel():
-                self.shapes[name] = tuple(shape)
+        self.shapes = {}
+        for name, (stored, rows, _, wanted) in places.items():
+            shape = weights.shapes[stored]
+            shape = (len(range(shape[0])[rows]), *shape[1:]) if rows else shape
+            self.shapes[name] = wanted if wanted and math.prod(wanted) == math.prod(shape) else shape
         layers = {(name.rpartition(".")[0], place.name.rpartition(".")[0]) for name, place in places.items()}
         self.notes = {own: weights.notes[layer] for own, layer in layers if layer in weights.notes}
 
-    def _shape(self, place: TensorPlace) -> tuple[int, ...]:
-        shape = self._weights.shapes[place.name]
-        return (len(range(shape[0])[place.rows]), *shape[1:]) if shape else ()
+    def read(self, name: str) -> Tensor:
+        return self.map(name).clone()
 
-    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
-        place = self._places[name]
-        return self._ordered(self._weights.read(place.name, place.rows), name, rows)
-
-    def map(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
-        place = self._places[name]
-        # Parts of one tensor would be one storage, which is saved once.
-        if place.rows != ALL_ROWS:
-            return self.read(name, rows)
-        return self._ordered(self._weights.map(place.name), name, rows)
-
-    def _ordered(self, tensor: Tensor, name: str, rows: slice) -> Tensor:
-        if self._places[name].swapped:
-            tensor = torch.cat(tensor.chunk(2)[::-1])
-        tensor = tensor.reshape(self.shapes[name])
-        return tensor if rows == ALL_ROWS else tensor[rows]
+    def map(self, name: str) -> Tensor:
+        stored, rows, swapped, _ = self._places[name]
+        tensor = self._weights.map(stored)
+        tensor = tensor[rows].clone() if rows else tensor  # parts of one storage would be saved once
+        return swap_halves(tensor, swapped).reshape(self.shapes[name])
 
 
 def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNames) -> NamedWeights:
@@ -164,10 +150,11 @@ def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNam
         model: on the meta device.
         native: the names of its layers and tensors in its authors' code.
     """
-    named = NamedWeights(weights, _places(weights, path, model, native), _reshaped(model, native))
-    if problem := next(misfits(named, model), None):
-        raise UserError(f"{path} {problem}: {_fitting(weights, path)}")
-    check_names(named, model, str(path))
+    named = NamedWeights(weights, _places(weights, path, model, native))
+    try:
+        check_names(named, model, str(path))
+    except UserError as error:
+        raise UserError(_fitting(weights, path) or str(error)) from error
     for mark, setting in native.marks.items():
         if not model.config.get(setting) and any(name.endswith(mark) for name in weights.dtypes):
             raise UserError(f"{path} has {mark}: it needs a model.pretrained_model_name_or_path with {setting}")
@@ -194,10 +181,11 @@ def _places(weights: FileWeights, path: Path, model: nn.Module, native: NativeNa
         meaning = layers.meaning(part[1]) if part and key not in own else None
         if part and meaning:
             if len(meaning.layers) > 1 and weights.dtypes[name] == "U8" and part[2] == "weight":
-                raise UserError(f"{path} has {name} in 4 bits, which cannot be split into layers, {INSTEAD}")
+                raise UserError(f"{path} has {name} in 4 bits, which cannot be split into layers, {NOT_READ}")
             found = _split(name, part[2], meaning, weights.shapes[name], layers)
         else:
-            found = {tensors.get(key, (key,))[0]: TensorPlace(name)}
+            [one] = tensors.get(key, (key,))
+            found = {one: TensorPlace(name, shape=tuple(own[one].shape) if key in tensors else None)}
         if twice := found.keys() & places.keys():
             raise UserError(f"{path} has {min(twice)} twice, as {places[min(twice)].name} and {name}: {GET_AGAIN}")
         places |= found
@@ -211,53 +199,27 @@ def _split(
 ) -> dict[str, TensorPlace]:
     """Return the places of the tensors of several layers in the tensor of the layer that joins them."""
     rows = [one.out_features for one in layers.shapes_of(meaning.layers)]
-    by_rows = bool(shape) and shape[0] == sum(rows) and shape[0] > 1
-    ends = list(accumulate(rows))
+    names = [f"{layer}.{part}" for layer in meaning.layers]
+    if not shape or shape[0] != sum(rows) or shape[0] == 1:  # such as a scale of all
+        return dict.fromkeys(names, TensorPlace(name))
+    parts = [slice(end - count, end) for count, end in zip(rows, accumulate(rows), strict=True)]
     return {
-        f"{layer}.{part}": TensorPlace(
-            name, slice(end - count, end) if by_rows else ALL_ROWS, meaning.swapped and by_rows
-        )
-        for layer, end, count in zip(meaning.layers, ends, rows, strict=True)
+        one: TensorPlace(name, part_rows if len(parts) > 1 else None, meaning.swapped)
+        for one, part_rows in zip(names, parts, strict=True)
     }
 
 
-def _reshaped(model: nn.Module, native: NativeNames) -> dict[str, torch.Size]:
-    """Return the shapes of the tensors that the authors store in other shapes: none of them is a layer's."""
-    own = dict(model.named_parameters())
-    return {name: own[name].shape for [name] in in_blocks({k: (v,) for k, v in native.tensors.items()}, own).values()}
-
-
-def misfits(weights: FileWeights, model: nn.Module) -> Iterator[str]:
-    """Yield what does not fit: missing tensors, unknown ones, other shapes; packed weights have no comparable shape."""
-    own = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
-    if missing := own.keys() - weights.dtypes.keys():
-        yield f"lacks {listing(sorted(missing))}"
-    layers = {name.removesuffix(".weight") for name in own}
-    strange = [name for name in weights.dtypes if name not in own and not _is_companion(name, layers)]
-    if strange:
-        yield f"has {listing(sorted(strange))}, for which {type(model).__name__} has no place"
-    for name, shape in own.items():
-        if weights.dtypes[name] != "U8" and weights.shapes[name] != shape:
-            yield f"has {name} of {'x'.join(map(str, weights.shapes[name]))}, not {'x'.join(map(str, shape))}"
-
-
-def _is_companion(name: str, layers: Collection[str]) -> bool:
-    """Return whether a tensor belongs to a quantized layer, or marks the format of the file."""
-    part = PART.fullmatch(name)
-    return name in MARKERS or (part is not None and part[1] in layers and part[2] not in ("weight", "bias"))
-
-
 def _fitting(weights: FileWeights, path: Path) -> str:
-    """Return what to do with a file that does not fit: choose the models that it fits."""
+    """Return the known models whose transformer a file contains, in words; "" if there is none."""
     found = []
     for known in known_bases():
         if folder := shipped_configuration(known.base):
-            model, native = meta_component(str(folder), "transformer"), known.family.layers.native
-            named = NamedWeights(weights, _places(weights, path, model, native), _reshaped(model, native))
-            found += [known] if next(misfits(named, model), None) is None else []
-    if found:
-        return f"it fits {found[0].base}. Choose model={' or '.join(known.name for known in found)}"
-    return "it fits none of the known models. Put its config.json next to it, or name another file"
+            model = meta_component(str(folder), "transformer")
+            with suppress(UserError):
+                check_names(NamedWeights(weights, _places(weights, path, model, known.family.layers.native)), model, "")
+                found.append(known)
+    names = " or ".join(known.name for known in found)
+    return f"{path} is a transformer of {found[0].base}. Choose model={names}." if found else ""
 
 
 def save_native(path: Path, read: Callable[[str], Tensor], model: Any, native: NativeNames, dtype: torch.dtype) -> None:

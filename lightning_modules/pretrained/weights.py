@@ -24,7 +24,6 @@ GET_AGAIN = "download it again"
 REOPEN_AFTER = 128 * 2**20
 # Bytes at which a new file begins.
 FILE_SIZE = 2 * 10**9
-ALL_ROWS = slice(None)
 
 
 class Weights(Protocol):
@@ -41,15 +40,10 @@ class Weights(Protocol):
 
 
 class FileWeights(Weights, Protocol):
-    """Tensors of files, of which only some rows may be read."""
+    """Tensors of files."""
 
     shapes: dict[str, tuple[int, ...]]
     notes: dict[str, dict[str, Any]]  # ComfyUI's, of how layers are quantized, by layer
-
-    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor: ...
-
-    def map(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
-        return self.read(name, rows)
 
     @cached_property
     def format(self) -> str | None:
@@ -81,16 +75,15 @@ class SafetensorsWeights(FileWeights):
         self._open: tuple[Path, Any] | None = None
         self._touched = 0
 
-    def read(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
-        return self.map(name, rows).clone()
+    def read(self, name: str) -> Tensor:
+        return self.map(name).clone()
 
-    def map(self, name: str, rows: slice = ALL_ROWS) -> Tensor:
+    def map(self, name: str) -> Tensor:
         """Return a tensor in its file's memory: pages are read on use, and the system may drop them."""
         file = self._file[name]
         if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
             self._open, self._touched = (file, safe_open(file, "pt").__enter__()), 0
         tensor = self._open[1].get_tensor(name)
-        tensor = tensor if rows == ALL_ROWS else tensor[rows]
         self._touched += tensor.nbytes
         return tensor
 

@@ -189,7 +189,7 @@ def test_gguf_is_dequantized_by_its_library(model, type, files_of):
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS"])
-def test_blocks_of_every_type_are_dequantized_by_rows(type, tmp_path):
+def test_blocks_of_every_type_are_dequantized(type, tmp_path):
     """The library writes none of these types: the blocks are made up, with scales of a usual size."""
     kind = gguf.GGMLQuantizationType[type]
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "flux")
@@ -204,8 +204,7 @@ def test_blocks_of_every_type_are_dequantized_by_rows(type, tmp_path):
     assert weights.shapes == {"whole": (8, 512), "reshaped": (16, 256)}
     assert weights.type == type
     assert torch.equal(weights.read("whole"), values)
-    assert torch.equal(weights.read("whole", slice(2, 5)), values[2:5])
-    assert torch.equal(weights.read("reshaped", slice(1, 4)), values.reshape(16, 256)[1:4])
+    assert torch.equal(weights.read("reshaped"), values.reshape(16, 256))
 
 
 def test_a_file_is_quantized_to_a_folder(flux, tmp_path):
@@ -268,7 +267,7 @@ def test_the_config_next_to_a_file_counts(flux):
     folder.mkdir()
     kept = {name: one for name, one in flux.state.items() if not name.startswith("transformer_blocks.1.")}
     save_file(kept, folder / "pruned.safetensors")
-    with pytest.raises(UserError, match=r"pruned.safetensors lacks transformer_blocks.1.*Put its config.json next to"):
+    with pytest.raises(UserError, match=r"pruned.safetensors lacks transformer_blocks.1.*is it complete, and"):
         flux.source(folder / "pruned.safetensors").check_files()
     (folder / "config.json").write_text(json.dumps({**flux.own.config, "num_layers": 1}))
     assert_equal(flux.source(folder / "pruned.safetensors").load(CPU), kept)
@@ -302,7 +301,7 @@ ONE = torch.ones(1)
 REFUSED = {
     "a LoRA": (lambda _: {"double_blocks.0.img_attn.proj.lora_down.weight": ONE}, "is a LoRA: pass it by lora="),
     "nunchaku": (changed(single_blocks__0__linear1__wscales=ONE), "quantized by nunchaku"),
-    "nvfp4": (noted(format="nvfp4"), "quantized by nvfp4, which is not read: use the model's bf16, fp8"),
+    "nvfp4": (noted(format="nvfp4"), "quantized by nvfp4, which is not read: use the model's 16-bit"),
     "nvfp4 without a note": (changed(img_in__weight_scale_2=ONE), "quantized to nvfp4"),
     "mxfp8": (noted(format="mxfp8"), "quantized by mxfp8"),
     "ConvRot": (noted(format="int8_tensorwise", convrot=True), "quantized by ConvRot"),
@@ -312,7 +311,7 @@ REFUSED = {
         changed(double_blocks__0__img_attn__qkv__weight=torch.zeros(9, 1, dtype=torch.uint8)),
         "has double_blocks.0.img_attn.qkv.weight in 4 bits, which cannot be split",
     ),
-    "another shape": (changed(img_in__bias=torch.ones(3)), "has x_embedder.bias of 3, not 64"),
+    "another shape": (changed(img_in__bias=torch.ones(3)), "has x_embedder.bias of 3, FluxTransformer2DModel of 64"),
     "both names": (changed(x_embedder__bias=torch.ones(64)), "has x_embedder.bias twice, as"),
     "integers": (changed(img_in__bias=torch.ones(64, dtype=torch.int32)), "in I32, whose scales are not known"),
     "int8 without scales": (
@@ -381,7 +380,7 @@ def test_a_file_of_another_model_names_that_model(flux):
     path.write_bytes(header(json.dumps(table).encode()))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + offset)  # sparse
-    assert "it fits Tongyi-MAI/Z-Image. Choose model=z_image" in refusal(flux, path)
+    assert "is a transformer of Tongyi-MAI/Z-Image. Choose model=z_image" in refusal(flux, path)
 
 
 def test_edit_2511_in_a_file_needs_its_base(files_of):

@@ -196,8 +196,12 @@ REFUSED = {
         {"weight_scale": torch.ones(2, 2)},
         "scales (2, 2) in torch.float32 on disk: expected",
     ),
-    "another shape": (fp8(), {"weight": torch.zeros(32, 64, dtype=E4M3)}, f"{LAYER} is 32x64 on disk, 64x64 in the"),
-    "ConvRot": (int8(note={"convrot": True}), {}, "quantized in an unknown way (format int8_tensorwise, convrot True)"),
+    "another shape": (
+        fp8(),
+        {"weight": torch.zeros(32, 64, dtype=E4M3)},
+        f"{LAYER}.weight of 32x64, FluxTransformer2DModel of 64x64",
+    ),
+    "ConvRot": (int8(note={"convrot": True}), {}, "quantized by ConvRot, which is not read"),
     "nvfp4": (fp8("weight_scale"), {"weight_scale_2": torch.ones(())}, "weight_scale_2, for which its model has no pl"),
 }
 
