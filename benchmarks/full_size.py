@@ -25,7 +25,7 @@ from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
 from lightning_modules.execution.checkpointing import set_checkpointing
-from lightning_modules.pretrained import transformer
+from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
 from tasks.terminal import silence_libraries
 
@@ -67,7 +67,7 @@ def build(
     module = instantiate(compose(model, folder, "bfloat16", *PRECISIONS[precision], *more).model, _convert_="all")
     weights = RandomWeights(module.base.source.meta, made_on or device)
     module.to(device)
-    with mock.patch.object(transformer, "transformer_weights", return_value=weights), device:
+    with mock.patch.object(TransformerSource, "weights", return_value=weights), device:
         module.configure_model()
     module.to(device)
     return module

@@ -41,11 +41,6 @@ def transformer_config(repository: str, revision: str | None = None) -> dict[str
     raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
 
 
-def transformer_weights(repository: str, revision: str | None = None) -> FileWeights:
-    """Open its weights; raise a UserError if a file is missing or damaged."""
-    return open_weights(repository, transformer_config(repository, revision)["_subfolder"], "diffusers", revision)
-
-
 @dataclass(eq=False)
 class TransformerSource:
     """The source of a transformer, and its properties once loaded."""
@@ -87,8 +82,9 @@ class TransformerSource:
     def weights(self) -> FileWeights:
         """Open its weights; raise a UserError if they are damaged or do not fit."""
         if self.file is None:
-            weights = transformer_weights(self.repository, self.revision)
-            check_names(weights, self.meta, str(Path(self.repository, self.config()["_subfolder"] or "")))
+            subfolder = self.config()["_subfolder"]
+            weights = open_weights(self.repository, subfolder, "diffusers", self.revision)
+            check_names(weights, self.meta, str(Path(self.repository, subfolder or "")))
             return weights
         stored = open_file(self.file)
         if isinstance(stored, GGUFWeights) and self.quantization is None:

@@ -12,7 +12,6 @@ from torch import nn
 from datamodules.errors import UserError
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.pretrained.transformer import transformer_weights
 from tests.support.commands import compose, run_task
 from tests.support.lora_files import random_delta
 
@@ -78,7 +77,7 @@ def test_on_a_base_that_is_to_be_quantized_the_sum_is_quantized(tiny, tmp_path, 
     assert write_fused(source, updates, tmp_path / "fused", CPU) is None
     fused = source_of(tiny, f"model.transformer_name_or_path={tmp_path / 'fused'}", dtype="bfloat16")
     assert fused.stored_format == format
-    loaded, weights = fused.load(CPU), transformer_weights(str(tiny))
+    loaded, weights = fused.load(CPU), source.weights()
     for name, update in updates.items():
         dense = expected_weight(weights.read(f"{name}.weight"), update)
         linear = nn.Linear(*reversed(dense.shape), bias=False, dtype=torch.bfloat16)

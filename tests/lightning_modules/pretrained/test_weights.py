@@ -13,7 +13,7 @@ from torch import nn
 from datamodules.errors import UserError
 from lightning_modules.pretrained.checks import open_weights
 from lightning_modules.pretrained.repository import resolve_repository
-from lightning_modules.pretrained.transformer import TransformerSource, transformer_weights
+from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import save_quantized
 from lightning_modules.quantization.eight_bit import E4M3, E5M2
 from lightning_modules.quantization.linear import QuantizedLinear
@@ -103,7 +103,9 @@ def test_layers_are_loaded_as_they_are(checkpoint, source):
     folder, format = checkpoint
     state = load_file(folder / NAME)
     model = load(folder)
-    assert transformer_weights(str(folder)).format == format
+    assert (
+        TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, None, 0).stored_format == format
+    )
     assert type(model.proj_out) is nn.Linear
     for name, module in source.named_modules():
         if isinstance(module, nn.Linear) and name != "proj_out":
