@@ -97,6 +97,8 @@ def without_network(model: DictConfig) -> EditModule:
     """Build the module of these settings; a known model's configuration is read from assets/."""
     name = model.pretrained_model_name_or_path
     module = instantiate(model, pretrained_model_name_or_path=str(shipped_configuration(name) or name), _convert_="all")
+    if module.base.transformer_name == module.base.name:
+        module.base.transformer_name = name
     module.base.name = name
     return module
 

@@ -1,4 +1,4 @@
-"""Checks of a local repository's files without reading weights: complete, undamaged, and in a format that is read.
+"""Checks of a model's files without reading weights: complete, undamaged, and in a format that is read.
 
 Libraries fill gaps with random numbers or empty vocabularies, and ignore scales they do not know, without a word.
 """

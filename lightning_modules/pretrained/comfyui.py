@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,11 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
     for kind, folders in FOLDERS.items():
         key = f"{kind}_name_or_path"
         if getattr(settings, key) is None:
-            files = [path for one in folders for path in sorted((models / one).rglob("*")) if path.suffix in SUFFIXES]
+            # Unlike Path.rglob, glob follows links to folders.
+            names = [f"{escape(str(models / one))}/**" for one in folders]
+            files = [
+                Path(one) for name in names for one in sorted(glob(name, recursive=True)) if one.endswith(SUFFIXES)
+            ]
             named = [path for path in files if _is_named_for(path, base, family if kind == "transformer" else None)]
             fitting = {str(path.relative_to(models)): _names(open_file[kind], path) for path in named}
             chosen: dict[str, str] = {}

@@ -15,7 +15,14 @@ from torch import nn
 from datamodules.errors import UserError
 from datamodules.files import reading
 from datamodules.hub import repository_file
-from lightning_modules.pretrained.checks import VOCABULARIES, check_component, check_names, library_of, open_weights
+from lightning_modules.pretrained.checks import (
+    NOT_READ,
+    VOCABULARIES,
+    check_component,
+    check_names,
+    library_of,
+    open_weights,
+)
 from lightning_modules.pretrained.repository import (
     component_class,
     component_origin,
@@ -144,14 +151,17 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    table = get_model_conversion_mapping(model)
+    renamings, others = ([t for t in table if isinstance(t, WeightRenaming) == kind] for kind in (True, False))
     own, places = model.state_dict(), {}
     for name in weights.dtypes:
         if name.startswith(start):
             key = name.removeprefix(start)
             part = PART.fullmatch(key)  # the tables know a layer's weight, and not its scales
             known = f"{part[1]}.weight" if part else key
-            renamed, _ = rename_source_key(known, renamings, [], model.base_model_prefix, own)
+            renamed, converted = rename_source_key(known, renamings, others, model.base_model_prefix, own)
+            if converted:
+                raise UserError(f"{type(model).__name__} needs its weights to be converted ({known}), {NOT_READ}")
             places[renamed.removesuffix("weight") + part[2] if part else renamed] = TensorPlace(name)
     for target, source in model.all_tied_weights_keys.items():
         if target in places:

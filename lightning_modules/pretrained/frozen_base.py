@@ -18,6 +18,7 @@ from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.checks import check_component, models_for, note_once, open_weights
 from lightning_modules.pretrained.comfyui import with_comfyui
 from lightning_modules.pretrained.components import Components
+from lightning_modules.pretrained.single_file import single_file
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.settings import ModelSettings
 from lightning_modules.timing import LOADING, StageTimer
@@ -48,10 +49,11 @@ class FrozenBase:
         self._transformer_is_loaded = False
         quantization = settings.quantization
         quantized = () if quantization is None else quantization.components_to_quantize
+        key = "model.transformer_name_or_path"
         source = TransformerSource(
             family_class.transformer_class,
             self.transformer_name,
-            revision if self.transformer_name == self.name else None,
+            revision if self.transformer_name == self.name or single_file(self.transformer_name, key) else None,
             self.dtype,
             quantization if "transformer" in quantized else None,
             settings.offload["blocks"],

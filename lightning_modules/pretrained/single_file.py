@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -88,19 +89,21 @@ class GGUFWeights(FileWeights):
                 shape = tensor.shape[::-1] if original is None else original.contents()
                 self.shapes[name] = tuple(map(int, shape))
                 self.dtypes[name] = "F32"
-        self.type = max(counts, key=counts.__getitem__)
-
-    def read(self, name: str) -> Tensor:
-        return self.map(name).clone()
+            self.type = max(counts, key=counts.__getitem__)
+            for kind in {tensor.tensor_type for tensor in reader.tensors} - {gguf.GGMLQuantizationType.F32}:
+                gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
 
     def map(self, name: str) -> Tensor:
-        """Return a tensor, which is kept for the next layer that is a part of it."""
+        """Return a tensor; a matrix is kept for the next layer that is a part of it."""
         from gguf import dequantize
 
-        if self._last[0] != name:
-            tensor = self._tensors[name]
-            self._last = name, torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        return self._last[1].reshape(self.shapes[name])
+        if self._last[0] == name:
+            return self._last[1]
+        tensor = self._tensors[name]
+        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).reshape(self.shapes[name])
+        if values.dim() > 1:
+            self._last = name, values
+        return values
 
 
 class TensorPlace(NamedTuple):
@@ -132,9 +135,6 @@ class NamedWeights(FileWeights):
             self.shapes[name] = wanted if wanted and math.prod(wanted) == math.prod(shape) else shape
         layers = {(name.rpartition(".")[0], place.name.rpartition(".")[0]) for name, place in places.items()}
         self.notes = {own: weights.notes[layer] for own, layer in layers if layer in weights.notes}
-
-    def read(self, name: str) -> Tensor:
-        return self.map(name).clone()
 
     def map(self, name: str) -> Tensor:
         stored, rows, swapped, _ = self._places[name]
@@ -180,7 +180,8 @@ def _places(weights: FileWeights, path: Path, model: nn.Module, native: NativeNa
         part = PART.fullmatch(key)
         meaning = layers.meaning(part[1]) if part and key not in own else None
         if part and meaning:
-            if len(meaning.layers) > 1 and weights.dtypes[name] == "U8" and part[2] == "weight":
+            joined = len(meaning.layers) > 1 or meaning.swapped
+            if joined and weights.dtypes[name] == "U8" and part[2] == "weight":
                 raise UserError(f"{path} has {name} in 4 bits, which cannot be split into layers, {NOT_READ}")
             found = _split(name, part[2], meaning, weights.shapes[name], layers)
         else:

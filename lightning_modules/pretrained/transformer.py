@@ -46,8 +46,8 @@ class TransformerSource:
     """The source of a transformer, and its properties once loaded."""
 
     class_name: str  # in diffusers
-    name: str  # folder or hub id of a whole pipeline, or of a transformer only; or `embedded`
-    revision: str | None  # of a hub repository
+    name: str  # folder or hub id of a whole pipeline, or of a transformer only; a single file; or `embedded`
+    revision: str | None  # of a hub repository, or of the pipeline of a single file
     dtype: torch.dtype  # of unquantized weights
     quantization: Quantization | None  # of files that are not quantized; quantized ones are loaded as they are
     streamed: int  # how many of its blocks are offloaded to host memory
@@ -77,7 +77,8 @@ class TransformerSource:
         beside = self.file.with_name("config.json")
         if beside.is_file() and (config := read_json(beside)).get("_class_name") == self.class_name:
             return config | {"_subfolder": None}
-        return transformer_config(resolve_repository(str(shipped_configuration(self.pipeline) or self.pipeline)))
+        shipped = None if self.revision else shipped_configuration(self.pipeline)
+        return transformer_config(resolve_repository(str(shipped or self.pipeline)), self.revision)
 
     def weights(self) -> FileWeights:
         """Open its weights; raise a UserError if they are damaged or do not fit."""
@@ -87,12 +88,13 @@ class TransformerSource:
             check_names(weights, self.meta, str(Path(self.repository, subfolder or "")))
             return weights
         stored = open_file(self.file)
+        named = name_tensors(stored, self.file, self.meta, self.native)
         if isinstance(stored, GGUFWeights) and self.quantization is None:
             note_once(
                 f"{self.file.name} is {stored.type} on disk and becomes {self._configured}. model/quantization=nf4 or "
                 "fp8 takes less memory"
             )
-        return name_tensors(stored, self.file, self.meta, self.native)
+        return named
 
     def empty(self) -> Any:
         """Build the transformer with its parameters on the meta device, but with its buffers."""

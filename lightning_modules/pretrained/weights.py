@@ -40,10 +40,13 @@ class Weights(Protocol):
 
 
 class FileWeights(Weights, Protocol):
-    """Tensors of files."""
+    """Tensors of files, which `map` returns."""
 
     shapes: dict[str, tuple[int, ...]]
     notes: dict[str, dict[str, Any]]  # ComfyUI's, of how layers are quantized, by layer
+
+    def read(self, name: str) -> Tensor:
+        return self.map(name).clone()
 
     @cached_property
     def format(self) -> str | None:
@@ -75,9 +78,6 @@ class SafetensorsWeights(FileWeights):
         self._open: tuple[Path, Any] | None = None
         self._touched = 0
 
-    def read(self, name: str) -> Tensor:
-        return self.map(name).clone()
-
     def map(self, name: str) -> Tensor:
         """Return a tensor in its file's memory: pages are read on use, and the system may drop them."""
         file = self._file[name]
@@ -103,7 +103,7 @@ def assemble(
 
     Args:
         dtype: of unquantized weights, except for those that the model keeps in float32.
-        quantization: of linear layers that are not in it or fewer bits on disk; None to keep them.
+        quantization: of linear layers with more bits on disk; None to keep them.
         placement: returns the final device of a parameter or layer; None for `device`.
     """
     place = placement or (lambda name: device)
@@ -126,10 +126,8 @@ def assemble(
                 tensors = {part: weights.read(f"{name}.{part}").to(device, dtype) for part in parts}
             else:
                 tensors = {"weight": stored.dequantize(dtype)} | ({} if stored.bias is None else {"bias": stored.bias})
-            for part, tensor in tensors.items():
-                _require_shape(f"{name}.{part}", tensor.shape, linear.get_parameter(part).shape)
             linear.load_state_dict(tensors, assign=True)
-            del tensors, tensor, stored
+            del tensors, stored
             layer = quantization.quantize(linear).to(place(name))
         else:
             layer = stored_layer(linear, name, weights, place(name), dtype)
@@ -147,7 +145,6 @@ def assemble(
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
             value = read(name).to(place(name), torch.float32 if kept & set(name.split(".")) else dtype)
-            _require_shape(name, value.shape, parameter.shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     for name, buffer in list(model.named_buffers()):
         if name in weights.dtypes:  # otherwise it is computed

@@ -221,7 +221,7 @@ def stored_scale(parts: Mapping[str, Tensor], name: str) -> Tensor | None:
             f"{name} has scales {tuple(scale.shape)} in {scale.dtype} on disk: expected one for the layer, or one for "
             "each row, in 16 or 32 bits"
         )
-    return scale.float().reshape(-1, 1)
+    return scale.float().reshape(-1, 1).clone()  # layers that share one in a file would be saved as one
 
 
 def in_pieces(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:

@@ -30,6 +30,9 @@ def build_folder(tiny: Path, folder: Path) -> Path:
     for place in ("text_encoders/clip_l", "clip/t5xxl", "vae/ae"):
         part = tiny / PART[place.partition("/")[2]]
         shutil.copy(next(part.glob("*.safetensors")), folder / "models" / f"{place}.safetensors")
+    (folder / "elsewhere").mkdir()
+    (folder / "models/clip/t5xxl.safetensors").rename(folder / "elsewhere/t5xxl.safetensors")
+    (folder / "models/clip/linked").symlink_to(folder / "elsewhere")
     (folder / "models/text_encoders/broken.safetensors").write_bytes(b"<!doctype html>")
     (folder / "models/vae/put_vae_here").touch()
     return folder
@@ -67,9 +70,12 @@ def test_every_part_is_found_by_its_name_and_tensors(shipped, caplog):
     base.check()
     base.check_files()
     assert Path(base.transformer_name).name == "flux1-dev-kontext_fp8_scaled.safetensors"
-    assert f"text_encoders/clip_l.safetensors, clip/t5xxl.safetensors of {shipped / 'models'}: used as" in caplog.text
+    assert (
+        f"text_encoders/clip_l.safetensors, clip/linked/t5xxl.safetensors of {shipped / 'models'}: used as"
+        in caplog.text
+    )
     loaded = base.components["text_encoder_2"].state_dict()
-    stored = load_file(shipped / "models/clip/t5xxl.safetensors")
+    stored = load_file(shipped / "models/clip/linked/t5xxl.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
 
 
@@ -84,7 +90,7 @@ CHANGES = {
         r"vae/ae.safetensors, vae/other.safetensors all fit as vae of .* Name one by model.vae_name_or_path=FILE",
     ),
     "a file less": (
-        lambda models: (models / "clip/t5xxl.safetensors").unlink(),
+        lambda models: (models / "clip/linked/t5xxl.safetensors").unlink(),
         r"\(broken.safetensors, clip_l.safetensors\) fits by .* as text_encoder_2 of",
     ),
     "another model": (

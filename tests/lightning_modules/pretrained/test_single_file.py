@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from datamodules.errors import UserError
+from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.families.z_image.module import NATIVE_NAMES
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained.repository import meta_component, shipped_configuration
@@ -234,6 +235,15 @@ def test_a_training_step_is_that_of_the_repository(model, files_of):
     assert not [name for name in steps[0] if not torch.equal(steps[0][name], steps[1][name])]
 
 
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_a_quantized_file_with_a_lora_in_it_is_written_and_read(format, flux, tmp_path):
+    """Joined layers share a scale in the file, and have one each in the folder."""
+    quantize = {"fp8": fp8(E4M3), "int8": int8}[format]
+    source = flux.source(flux.write(flux.quantized(quantize, "weight_scale", False)))
+    write_fused(source, {}, tmp_path / "fused", CPU)
+    assert_equal(flux.source(tmp_path / "fused").load(CPU), dequantized(source.load(CPU)))
+
+
 @pytest.fixture(scope="module")
 def flux(files_of):
     return files_of("flux_kontext")
@@ -311,6 +321,10 @@ REFUSED = {
         changed(double_blocks__0__img_attn__qkv__weight=torch.zeros(9, 1, dtype=torch.uint8)),
         "has double_blocks.0.img_attn.qkv.weight in 4 bits, which cannot be split",
     ),
+    "4 bits of a swapped layer": (
+        changed(final_layer__adaLN_modulation__1__weight=torch.zeros(9, 1, dtype=torch.uint8)),
+        "has final_layer.adaLN_modulation.1.weight in 4 bits, which cannot be split",
+    ),
     "another shape": (changed(img_in__bias=torch.ones(3)), "has x_embedder.bias of 3, FluxTransformer2DModel of 64"),
     "both names": (changed(x_embedder__bias=torch.ones(64)), "has x_embedder.bias twice, as"),
     "integers": (changed(img_in__bias=torch.ones(64, dtype=torch.int32)), "in I32, whose scales are not known"),
@@ -357,6 +371,16 @@ def test_a_damaged_file_is_one_line(damage, suffix, flux):
     path = flux.folder / f"damaged{suffix}"
     path.write_bytes(DAMAGED[damage](whole.read_bytes()))
     assert len(refusal(flux, path)) < 300
+
+
+def test_a_gguf_file_of_a_type_that_is_not_read_is_refused(flux):
+    writer = gguf.GGUFWriter(flux.folder / "q8_k.gguf", "flux")
+    kind = gguf.GGMLQuantizationType.Q8_K
+    writer.add_tensor("a", np.zeros(gguf.quant_shape_to_byte_shape((1, 256), kind), np.uint8), raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    assert "Q8_K" in refusal(flux, flux.folder / "q8_k.gguf")
 
 
 def test_a_gguf_file_of_impossible_counts_is_refused_at_once(flux):
