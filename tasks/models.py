@@ -17,8 +17,7 @@ from datamodules.files import reading
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.pretrained.repository import EMBEDDED, shipped_configuration
-from lightning_modules.pretrained.single_file import SUFFIXES
+from lightning_modules.pretrained.repository import EMBEDDED, SUFFIXES, shipped_configuration
 from report.quoting import flat_settings
 from tasks.resolvers import CONF
 

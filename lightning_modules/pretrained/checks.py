@@ -148,24 +148,25 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
     """Raise a UserError unless a model's tensors, which may be on the meta device, are all on disk, and no others."""
-    dtypes = weights.dtypes
-    parameters = list(stored_tensors(model))
+    dtypes, own = weights.dtypes, stored_tensors(model)
     check_notes(weights, where)
-    if missing := [name for name in parameters if name not in dtypes]:
+    if missing := [name for name in own if name not in dtypes]:
         raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
     layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and f"{name}.weight" in dtypes]
-    known = {name for name in parameters if dtypes[name] in PLAIN}
+    known = {name for name in own if dtypes[name] in PLAIN}
     known = known.union(*(row.readable(dtypes, layers, where) for row in FORMATS.values()))
-    if strange := [name for name in parameters if name not in known]:
+    if strange := [name for name in own if name not in known]:
         raise UserError(
             f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known, {NOT_READ}"
         )
     if unexpected := sorted(dtypes.keys() - known):
         raise UserError(f"{where} has {listing(unexpected)}, for which its model has no place: they would be left out")
-    for name, tensor in stored_tensors(model).items():  # packed weights have other shapes
-        stored, own = ("x".join(map(str, shape)) for shape in (weights.shapes[name], tensor.shape))
-        if dtypes[name] != "U8" and stored != own:
-            raise UserError(f"{where} has {name} of {stored}, {type(model).__name__} of {own}: it is of another model")
+    for name, tensor in own.items():  # packed weights have other shapes
+        stored, wanted = ("x".join(map(str, shape)) for shape in (weights.shapes[name], tensor.shape))
+        if dtypes[name] != "U8" and stored != wanted:
+            raise UserError(
+                f"{where} has {name} of {stored}, {type(model).__name__} of {wanted}: it is of another model"
+            )
 
 
 def check_notes(weights: FileWeights, where: str) -> None:

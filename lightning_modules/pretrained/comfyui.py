@@ -13,12 +13,12 @@ from lightning_modules.pretrained.checks import note_once, read_json
 from lightning_modules.pretrained.component_files import open_components
 from lightning_modules.pretrained.repository import (
     CONFIGURATIONS,
+    SUFFIXES,
     read_index,
     resolve_repository,
     shipped_configuration,
     with_weights,
 )
-from lightning_modules.pretrained.single_file import SUFFIXES
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.settings import ModelSettings
 
@@ -51,7 +51,7 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
         raise UserError(f"model.comfyui={settings.comfyui}: it has no models/diffusion_models. Correct the path.")
     repository = str(shipped_configuration(base) or resolve_repository(base)), settings.revision
     needed = with_weights(read_index(*repository))
-    open_file: dict[str, Callable[[Path], Collection[str]]] = {
+    read_components: dict[str, Callable[[Path], Collection[str]]] = {
         "transformer": lambda path: ["transformer"] if replace(source, name=str(path)).weights() else [],
         "text_encoder": lambda path: open_components(str(path), None, *repository),
         "vae": lambda path: open_components(None, str(path), *repository),
@@ -60,13 +60,9 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
     for kind, folders in FOLDERS.items():
         key = f"{kind}_name_or_path"
         if getattr(settings, key) is None:
-            # Unlike Path.rglob, glob follows links to folders.
-            names = [f"{escape(str(models / one))}/**" for one in folders]
-            files = [
-                Path(one) for name in names for one in sorted(glob(name, recursive=True)) if one.endswith(SUFFIXES)
-            ]
+            files = [path for one in folders for path in _files(models / one)]
             named = [path for path in files if _is_named_for(path, base, family if kind == "transformer" else None)]
-            fitting = {str(path.relative_to(models)): _names(open_file[kind], path) for path in named}
+            fitting = {str(path.relative_to(models)): _names(read_components[kind], path) for path in named}
             chosen: dict[str, str] = {}
             for part in [name for name in needed if name.startswith(kind)]:
                 several = [name for name, parts in fitting.items() if part in parts]
@@ -81,9 +77,16 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
     return replace(settings, **found)
 
 
-def _names(open_file: Callable[[Path], Collection[str]], path: Path) -> Collection[str]:
+def _files(folder: Path) -> list[Path]:
+    """Return the files of weights below a folder; unlike Path.rglob, glob follows links to folders."""
+    names = sorted(glob(f"{escape(str(folder))}/**", recursive=True))
+    return [Path(name) for name in names if name.endswith(SUFFIXES)]
+
+
+def _names(read_components: Callable[[Path], Collection[str]], path: Path) -> Collection[str]:
+    """Return the names of the components that a file fits."""
     try:
-        return open_file(path)
+        return read_components(path)
     except UserError:
         return ()
 

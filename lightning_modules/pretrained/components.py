@@ -35,19 +35,25 @@ class Components:
     _offloaded: set[str] = field(default_factory=set)
 
     @cached_property
+    def _files_of_shipped(self) -> dict[str, ComponentFile] | None:
+        """The single files of a known model's components; None if they do not hold all its weights."""
+        shipped = shipped_configuration(self.repository_name)
+        if shipped is None or self.revision is not None or not any(self.single_files):
+            return None
+        files = open_components(*self.single_files, str(shipped), None)
+        return files if {*with_weights(read_index(str(shipped)))} - {"transformer"} <= files.keys() else None
+
+    @cached_property
     def repository(self) -> str:
         """The folder or hub id of the components; a folder in assets/ if all their weights are in single files."""
-        shipped = shipped_configuration(self.repository_name)
-        if shipped is not None and self.revision is None:
-            needed = {*with_weights(read_index(str(shipped)))} - {"transformer"}
-            if needed <= open_components(*self.single_files, str(shipped), None).keys():
-                return str(shipped)
-        return resolve_repository(self.repository_name)
+        name = self.repository_name
+        return resolve_repository(name if self._files_of_shipped is None else str(shipped_configuration(name)))
 
     @cached_property
     def files(self) -> dict[str, ComponentFile]:
         """The single files of components; raise a UserError for one that does not fit."""
-        return open_components(*self.single_files, self.repository, self.revision)
+        opened = self._files_of_shipped
+        return open_components(*self.single_files, self.repository, self.revision) if opened is None else opened
 
     def format(self, name: str) -> str | None:
         """Return the format of a component's quantized linear layers; None for 16 or 32 bits."""

@@ -24,7 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A pipeline's index; the second one is a modular pipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
 # Suffixes of single files that people name instead of a repository.
-SINGLE_FILES = (".safetensors", ".gguf", ".sft", ".onnx", *PICKLES)
+SUFFIXES = (".safetensors", ".sft", ".gguf")
+SINGLE_FILES = (*SUFFIXES, ".onnx", *PICKLES)
 # Bytes of a file that takes a while to read.
 LARGE = 10**9
 # Words in the class names of components without weights.

@@ -18,11 +18,10 @@ from datamodules.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
 from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes, known_bases, note_once
-from lightning_modules.pretrained.repository import meta_component, shipped_configuration
+from lightning_modules.pretrained.repository import SUFFIXES, meta_component, shipped_configuration
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
 
-SUFFIXES = (".safetensors", ".sft", ".gguf")
 # Beginnings of a transformer's tensors in checkpoints, and of the other parts that a checkpoint may contain.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
 OTHER_PARTS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
@@ -38,7 +37,7 @@ SIGNS = {
 }
 
 
-def single_file(name: str, key: str = "") -> Path | None:
+def single_file(name: str, key: str) -> Path | None:
     """Return the path of a single file of weights; None for the name of a repository.
 
     Args:

@@ -171,7 +171,7 @@ class TransformerSource:
     def precision(self) -> str:
         """The format of its linear layers: the files decide, then the settings."""
         stored, wanted = self.stored_format, self._configured
-        if self.quantization is not None and stored and {*FORMATS[stored].dtypes} <= self.quantization.readable:
+        if self.quantization is not None and stored and {*FORMATS[stored].dtypes} <= self.quantization.source_dtypes:
             return wanted
         if stored is not None and self.quantization is not None and stored != wanted:
             log.warning(f"note: {self.name} is {stored} on disk: model.quantization.format={wanted} is ignored")

@@ -112,8 +112,8 @@ def assemble(
     names = [name for name in linears if f"{name}.weight" in weights.dtypes]  # others are tied
     converted = set()
     if quantization is not None:
-        readable = quantization.readable
-        found = [name for name in names if weights.dtypes[f"{name}.weight"] in readable]
+        dtypes = quantization.source_dtypes
+        found = [name for name in names if weights.dtypes[f"{name}.weight"] in dtypes]
         converted = {name for name in found if quantization.converts(name, model.get_submodule(name))}
     progress = ProgressLines(len(names), "layers")
     layer: nn.Module | None

@@ -51,7 +51,7 @@ class Quantization:
             raise UserError(f"model.quantization.format={self.format}: choose {', '.join(FORMATS)}")
 
     @property
-    def readable(self) -> set[str]:
+    def source_dtypes(self) -> set[str]:
         """safetensors' names of the dtypes that it quantizes: unquantized ones, and for 4 bits those of 8 bits."""
         four_bit = FORMATS[self.format].is_four_bit
         eight_bit = [dtype for row in FORMATS.values() if not row.is_four_bit for dtype in row.dtypes]

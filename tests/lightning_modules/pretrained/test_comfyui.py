@@ -63,7 +63,7 @@ def module_of(folder, *more):
 
 
 def test_every_part_is_found_by_its_name_and_tensors(shipped, caplog):
-    """Of two transformers of the same shapes, the one that is named for the model."""
+    """Two transformers have the same shapes; the file named for the model is used."""
     with caplog.at_level("INFO", "retouch"):
         base = module_of(shipped).base
     assert base.name == KONTEXT

@@ -53,7 +53,7 @@ TOKENIZERS = {
 
 
 def test_shipped_configurations_find_all_that_has_no_weights():
-    """All tokenizers and processors load offline, except those whose files do not ship: the index names the hub's."""
+    """Tokenizers and processors load offline; for those that do not ship, the index names the hub."""
     loaded, on_the_hub = {}, []
     for folder in CONFIGURATIONS.glob("*--*"):
         hub_id = folder.name.replace("--", "/")
