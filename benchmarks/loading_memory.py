@@ -30,7 +30,7 @@ from lightning_modules.pretrained.repository import meta_component
 from tasks.placement import frozen_model
 
 ROOT = Path(__file__).parent.parent
-QUANTIZED = ("fp8", "nf4", "fp4", "int8")
+QUANTIZED = ("fp8", "nf4", "fp4", "int8_w8a8")
 # Transformers are in bf16 on disk, T5 in float32.
 WAYS = ("bf16", *QUANTIZED, "encoder nf4")
 # ComfyUI's single files: the kind, and the format in memory.

@@ -100,7 +100,7 @@ def measure(folder: Path, depth: int | None, rank: int, formats: list[str]) -> l
     settings: dict[str, list[str]] = {
         "bf16": [],
         **{name: [f"model/quantization={'fp8' if name == 'fp8' else 'fp4'}", f"model.quantization.format={name}"]
-           for name in ("fp8", "nf4", "int8")},
+           for name in ("fp8", "nf4", "int8_w8a8")},
     }  # fmt: skip
     for name in formats:
         target = folder / name
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, help="blocks of each kind; default: all")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--formats", nargs="*", default=["bf16", "fp8", "nf4", "int8"])
+    parser.add_argument("--formats", nargs="*", default=["bf16", "fp8", "nf4", "int8_w8a8"])
     parser.add_argument("--folder", help="where there is room; default: the temporary one")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()

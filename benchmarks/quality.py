@@ -25,7 +25,7 @@ BASES = {
     "bf16": ["model.dtype=bfloat16"],
     **{
         name: ["model.dtype=bfloat16", f"model/quantization={group}", f"model.quantization.format={name}"]
-        for name, group in (("fp8", "fp8"), ("int8", "fp8"), ("nf4", "fp4"), ("fp4", "fp4"))
+        for name, group in (("fp8", "fp8"), ("int8_w8a8", "int8_w8a8"), ("nf4", "fp4"), ("fp4", "fp4"))
     },
 }
 # Overrides of each row, and for a LoRA that moves to another base the overrides of that base.
@@ -34,7 +34,7 @@ SETS: dict[str, dict[str, list[list[str]]]] = {
     "precision": {name: [overrides] for name, overrides in BASES.items()},
     "moved": {
         f"{one}, then {other}": [BASES[one], BASES[other]]
-        for small in ("fp8", "int8", "nf4", "fp4")
+        for small in ("fp8", "int8_w8a8", "nf4", "fp4")
         for one, other in (("bf16", small), (small, "bf16"))
     },
     "pairs": {

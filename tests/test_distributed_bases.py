@@ -22,7 +22,7 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two
             common = quantized(tiny, pairs, tmp_path / kind / name, 2, name)
         return [*common, *SETTINGS, *more]
 
-    names = "fp8", "nf4", "int8", "ortho"
+    names = "fp8", "nf4", "int8_w8a8", "ortho"
     for name in names:
         run("train", *overrides("one", name, "data.batch_size=2"))
     status, text = in_two_processes([overrides("two", name, *DDP) for name in names])
@@ -43,18 +43,18 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
         common = short(tiny, pairs, tmp_path / kind / "fp8", steps, shown=True)
         return [*MODEL, *common, *SETTINGS, "model.dtype=bfloat16", "data.val_count=2", "callbacks.report=null", *more]
 
-    run("train", *overrides("whole", "int8", 3, "data.batch_size=2"))
+    run("train", *overrides("whole", "int8_w8a8", 3, "data.batch_size=2"))
     status, text = in_two_processes(
         [
             fp8("whole", 3, *DDP),
             fp8("split", 3, *FSDP),
             fp8("parts", 2, *FSDP),
             fp8("parts", 3, *FSDP, "ckpt_path=last"),
-            overrides("split", "int8", 3, *FSDP),
+            overrides("split", "int8_w8a8", 3, *FSDP),
         ]
     )
     assert status == 0, text
-    for name in ("fp8", "int8"):
+    for name in ("fp8", "int8_w8a8"):
         assert_close(tmp_path / "whole" / name, tmp_path / "split" / name)
     assert len(list((tmp_path / "split/fp8/samples").glob("*/*.png"))) == 4
     assert lora_bytes(tmp_path / "split/fp8", "best") == lora_bytes(tmp_path / "split/fp8")

@@ -77,7 +77,7 @@ def test_unknown_components_to_quantize_are_one_line(refuses):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "format"), [("qwen_image_edit", "nf4"), ("flux_kontext", "fp8"), ("z_image", "int8")]
+    ("model", "format"), [("qwen_image_edit", "nf4"), ("flux_kontext", "fp8"), ("z_image", "int8_w8a8")]
 )
 def test_quantized_encoders_stay_near(repositories, model, format):
     """T5 computes in the dtype of one of its weights: in a quantized one its embeddings are off by 0.8, or it fails."""

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Facts
-from lightning_modules.quantization.eight_bit import E4M3, E5M2, has_tensor_cores, quantize_rows
-from lightning_modules.quantization.linear import scaled_rows, transposed
+from lightning_modules.quantization.eight_bit import E4M3, E5M2, has_tensor_cores, round_rows, scaled_rows, transposed
 
 
 def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
@@ -15,10 +14,10 @@ def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
     for rows, inner, outer in (large, (16, 16, 16)):
         x, weight = (torch.randn(n, inner, device=bench.device) for n in (rows, outer))
         exact = x @ weight.t()
-        b, b_scales = (part.t() for part in quantize_rows(weight, E4M3))
+        b, b_scales = (part.t() for part in round_rows(weight, E4M3))
         b_scales = b_scales.contiguous()
         for dtype in (E4M3, E5M2):
-            a, a_scale = quantize_rows(x, dtype)
+            a, a_scale = round_rows(x, dtype)
             rounded = (a.float() * a_scale) @ (b.float() * b_scales)
             for fast in (True, False):
                 name = f"{rows}x{inner}x{outer} {str(dtype)[6:]}{' fast' if fast else ''}"

@@ -13,7 +13,7 @@ from torch.profiler import profile
 from benchmarks.gpu.bench import NEEDS_CUDA, Bench, Facts, gradients
 from benchmarks.memory import compare
 
-BASES = ("bf16", "fp8", "nf4", "fp4", "int8")
+BASES = ("bf16", "fp8", "nf4", "fp4", "int8_w8a8")
 # How far losses and gradients may be from the CPU's, as a share: tensor cores round inputs and gradients to fp8, too.
 OF_LOSSES, OF_GRADIENTS = {"fp8": 0.05}, 0.3
 # What the estimate may be of the memory that is measured; beyond it `auto` does not fit, or wastes much.

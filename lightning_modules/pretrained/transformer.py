@@ -25,7 +25,7 @@ from lightning_modules.pretrained.checks import (
 from lightning_modules.pretrained.repository import index_file, read_index, resolve_repository, shipped_configuration
 from lightning_modules.pretrained.single_file import GGUFWeights, name_tensors, open_file, single_file
 from lightning_modules.pretrained.weights import FileWeights, assemble
-from lightning_modules.quantization.eight_bit import has_tensor_cores
+from lightning_modules.quantization.eight_bit import has_tensor_cores, multiplies_int8
 from lightning_modules.quantization.quantization import FORMATS, Quantization
 
 log = logging.getLogger("retouch")
@@ -157,9 +157,11 @@ class TransformerSource:
         stored = f", {weights.format} on disk" if weights.format and weights.format == self.precision else how
         log.info(f"loading transformer{f' of {self.file.name}' if self.file else ''}{stored}")
         assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
-        if any(getattr(module, "storage", None) == "fp8" for module in model.modules()):
-            used = "products on" if has_tensor_cores(device) else "weights only, without"
-            log.info(f"fp8: {used} tensor cores")  # nothing else shows that they stay idle
+        storages = {getattr(module, "storage", None) for module in model.modules()}
+        for format, multiplies in {"fp8": has_tensor_cores, "int8_w8a8": multiplies_int8}.items():
+            if format in storages:  # nothing else shows that tensor cores stay idle
+                how = "products in 8 bits" if multiplies(device) else f"weights only, {device} has no such products"
+                log.info(f"{format}: {how}")
         return model.requires_grad_(False).eval()
 
     @cached_property
@@ -182,7 +184,7 @@ class TransformerSource:
         """`precision`, without reading weights from the hub."""
         how = self.config().get("quantization_config") or {}
         if how.get("load_in_8bit") or how.get("load_in_4bit"):
-            return "int8" if how.get("load_in_8bit") else how.get("bnb_4bit_quant_type", "fp4")
+            return "int8_w8a8" if how.get("load_in_8bit") else how.get("bnb_4bit_quant_type", "fp4")
         here = self.file is not None or any(Path(self.repository).glob("**/*.safetensors"))
         return self.precision if here else self._configured
 

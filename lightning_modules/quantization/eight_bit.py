@@ -1,6 +1,6 @@
-"""fp8 (arXiv 2209.05433), multiplied on tensor cores where there are any, and int8 by optimum-quanto.
+"""fp8 (arXiv 2209.05433) and int8: 8 bits a weight and a scale for each row, multiplied in 8 bits where a device can.
 
-8 bits a weight and a scale for each row. Products of int8 run in the dtype of the activations.
+Inputs, and gradients in the backward pass, are rounded to 8 bits with a scale for each token.
 """
 
 import logging
@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from datamodules.files import reason
 from lightning_modules.quantization.linear import (
@@ -17,13 +18,10 @@ from lightning_modules.quantization.linear import (
     STORAGES,
     QuantizationFormat,
     QuantizedLinear,
-    Scaled,
     Storage,
     fused,
     in_pieces,
-    scaled_rows,
     stored_scale,
-    transposed,
 )
 
 log = logging.getLogger("retouch")
@@ -31,52 +29,101 @@ log = logging.getLogger("retouch")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The dtypes by their names in safetensors.
 FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+# The largest values that weights, inputs and gradients are scaled to.
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 # Tensor cores need matrices whose sides are multiples of this.
 TILE = 16
 # Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
 PROBE = (256, 3072)
 
 
-class Float8(Scaled):
-    """A float8 weight and its scales, multiplied on fp8 tensor cores where there are any.
+class EightBit(Storage):
+    """A weight of one-byte elements and its scales: (out, 1), (1, 1), or the rows' largest magnitudes (out,)."""
 
-    Activations are quantized to e4m3 and gradients to e5m2, each row with its own scale.
-    """
+    inputs: torch.dtype
+    gradients: torch.dtype
 
-    def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        weight, scale = parts
-        out_features, in_features = shape
-        if not _on_tensor_cores(x, weight):
-            return super().product(x, parts, shape)
-        rows, row_scales = quantize_rows(x.reshape(-1, in_features), E4M3)
-        # The second matrix is weight^T, column by column, so its rows' scales are the columns'.
-        column_scales = scale.expand(out_features, 1).reshape(1, -1).contiguous()
-        y = scaled_product(rows, row_scales, weight.t(), column_scales)
-        return y.view(*x.shape[:-1], out_features).to(x.dtype)
+    def runs(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the device of x multiplies it in 8 bits."""
+        raise NotImplementedError
 
-    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        weight, scale = parts
-        out_features, in_features = shape
-        if not _on_tensor_cores(grad, weight):
-            return super().input_gradient(grad, parts, shape)
+    def multiply(
+        self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Multiply (n, k) with scales (n, 1) by (k, m) with scales (1, m) -> (n, m) in a dtype."""
+        raise NotImplementedError
+
+    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return scaled_rows(*_with_scale(parts), dtype)
+
+    def round_inputs(self, x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+        return round_rows(x, self.inputs) if self.runs(x, parts[0]) else []
+
+    def round_gradients(self, grad: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
-        rows, row_scales = quantize_rows(grad.reshape(-1, out_features) * scale.to(grad.dtype).t(), E5M2)
-        ones = torch.ones(1, in_features, device=grad.device)
-        # Hopper's tensor cores need the second matrix column by column: a copy of one layer's bytes.
-        x = scaled_product(rows, row_scales, transposed(weight).t(), ones)
-        return x.view(*grad.shape[:-1], in_features).to(grad.dtype)
+        return round_rows(grad, self.gradients, _with_scale(parts)[1].t()) if self.runs(grad, parts[0]) else []
+
+    def product(
+        self, x: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int], bias: Tensor | None
+    ) -> Tensor:
+        if not rounded:
+            return super().product(x, rounded, parts, shape, bias)
+        (rows, row_scales), (weight, scale) = rounded, _with_scale(parts)
+        y = self.multiply(rows, row_scales, weight.t(), scale.expand(shape[0], 1).t().contiguous(), x.dtype)
+        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], shape[0])
+
+    def input_gradient(
+        self, grad: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int]
+    ) -> Tensor:
+        if not rounded:
+            return super().input_gradient(grad, rounded, parts, shape)
+        (rows, row_scales), ones = rounded, torch.ones(1, shape[1], device=grad.device)
+        return self.multiply(rows, row_scales, parts[0], ones, grad.dtype).view(*grad.shape[:-1], shape[1])
 
 
-STORAGES["fp8"] = Float8
+class Float8(EightBit):
+    """A float8 weight, multiplied on fp8 tensor cores where there are any."""
+
+    inputs, gradients = E4M3, E5M2
+
+    def runs(self, x: Tensor, weight: Tensor) -> bool:
+        fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
+        return fits and weight.dtype == E4M3 and has_tensor_cores(x.device)
+
+    def multiply(
+        self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        if columns.stride(0) != 1:  # Hopper's tensor cores need them column by column: a copy of one layer's bytes
+            columns = transposed(columns).t()
+        return scaled_product(rows, row_scales, columns, column_scales).to(dtype)
+
+
+class Int8(EightBit):
+    """An int8 weight, multiplied by int8 inputs and gradients."""
+
+    inputs = gradients = torch.int8
+
+    def runs(self, x: Tensor, weight: Tensor) -> bool:
+        fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
+        # CUDA needs more than 16 rows; modulation, which has one, affects everything.
+        return fits and x.numel() > TILE * x.shape[-1] and multiplies_int8(x.device)
+
+    def multiply(
+        self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        return fused(_rescaled, torch._int_mm(rows, columns), row_scales, column_scales, dtype)
+
+
+STORAGES |= {"fp8": Float8, "int8_w8a8": Int8}
 
 
 def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:
     """Quantize with per-row scales that are powers of two: multiplying by them is exact and costs no precision."""
 
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        mantissa, exponent = torch.frexp(_row_scale(rows, E4M3))
+        mantissa, exponent = torch.frexp(_row_scale(rows.float(), E4M3))
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-        return _to_float8(rows, scale, E4M3), scale
+        return _rounded(rows.float() / scale, E4M3), scale
 
     weight, scale = in_pieces(quantize, linear.weight)
     return QuantizedLinear("fp8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, weight_scale=scale)
@@ -91,17 +138,40 @@ def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Quan
     return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
 
 
+def quantize_int8(linear: nn.Linear) -> QuantizedLinear:
+    """Quantize by optimum-quanto; stored as bitsandbytes stores int8 (arXiv 2208.07339), which diffusers reads."""
+    from optimum.quanto import absmax_scale, qint8
+
+    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows.float()
+        scale = absmax_scale(rows, qint8, axis=0)
+        return torch.ops.quanto.quantize_symmetric(rows, torch.int8, 0, scale), 127 * scale.flatten()
+
+    weight, maxima = in_pieces(quantize, linear.weight.data)
+    return QuantizedLinear("int8_w8a8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, SCB=maxima)
+
+
+def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:
+    """Build a layer in bitsandbytes' layout or in ComfyUI's int8_tensorwise; a `Read`."""
+    weight, scale = parts["weight"], stored_scale(parts, name)
+    if weight.dtype != torch.int8:
+        return None
+    scales = {"SCB": parts["SCB"].float()} if scale is None else {"weight_scale": scale}
+    return QuantizedLinear("int8_w8a8", weight.shape, dtype, parts.get("bias"), weight=weight, **scales)
+
+
 FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, FLOAT8, SCALED, SCALES, marker="scaled_fp8")
+INT8 = QuantizationFormat(8, quantize_int8, read_int8, ["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES))
 
 
-def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
-    fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
-    return fits and weight.dtype == E4M3 and has_tensor_cores(x.device)
+@torch.compiler.assume_constant_result
+def has_tensor_cores(device: torch.device) -> bool:
+    """Return whether a device multiplies rows in e4m3 and e5m2; compute capability 8.9 and later, not AMD."""
+    return _probe(device)
 
 
 @cache
-def has_tensor_cores(device: torch.device) -> bool:
-    """Return whether a device multiplies rows in e4m3 and e5m2; compute capability 8.9 and later, not AMD."""
+def _probe(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return False
     samples, side = PROBE
@@ -114,6 +184,14 @@ def has_tensor_cores(device: torch.device) -> bool:
         log.warning(f"note: fp8 tensor cores cannot be used here: {reason(error)}")
         return False
     return True
+
+
+@torch.compiler.assume_constant_result
+def multiplies_int8(device: torch.device) -> bool:
+    """Return whether a device multiplies int8: a CPU, or compute capability 7.5 and later, not AMD."""
+    if device.type == "cpu":
+        return True
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor) -> Tensor:
@@ -132,61 +210,66 @@ def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_sca
     )
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize (n, k) -> float8 (n, k) and scales (n, 1) in float32."""
+# The tensor that was rounded last, by which it is recognized, and the result: q, k and v have one input.
+_last: tuple[object, list[Tensor]] = (None, [])
+
+
+def round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None) -> list[Tensor]:
+    """Round (..., k), times factors (1, k) or (1, 1), to 8 bits -> (n, k), and scales (n, 1) in float32."""
+    global _last
+    flat = x.reshape(-1, x.shape[-1])
     # A single row (modulation) would be one more graph.
-    rows, scale = _quantize_rows(x, dtype) if len(x) == 1 else fused(_quantize_rows, x, dtype)
-    return rows.contiguous(), scale
+    if torch.compiler.is_compiling() or len(flat) == 1:
+        return list(_round_rows(flat, dtype, factors))
+    if factors is not None or x.is_inference():
+        return list(fused(_round_rows, flat, dtype, factors))
+    layout = x.storage_offset(), x.shape, x.stride(), x.dtype
+    key = StorageWeakRef(x.untyped_storage()), x._version, layout, dtype
+    if _last[0] != key:
+        _last = key, list(fused(_round_rows, flat, dtype, None))
+    return _last[1]
 
 
-def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x.float() if factors is None else x.float() * factors
     scale = _row_scale(x, dtype)
-    return _to_float8(x, scale, dtype), scale
+    return _rounded(x / scale, dtype), scale
 
 
 def _row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (..., 1) in float32: a row's largest magnitude over the largest value of a float8 dtype."""
-    return (x.abs().amax(-1, keepdim=True).float() / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
+    """Return (..., 1): a row's largest magnitude over the largest value of an 8-bit dtype."""
+    return (x.abs().amax(-1, keepdim=True) / LARGEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x / scale; without the clamp, values that round above the largest would become NaN."""
-    largest = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to an 8-bit dtype; without the clamp, values that round above the largest would become NaN."""
+    x = x.round() if dtype == torch.int8 else x
+    return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
-class Int8(Storage):
-    """An int8 weight and the largest magnitude of each row (out,)."""
-
-    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        weight, maxima = parts
-        return scaled_rows(weight, (maxima / 127)[:, None], dtype)
+def _rescaled(sums: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (sums.float() * row_scales * column_scales).to(dtype)
 
 
-STORAGES["int8"] = Int8
+def _with_scale(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the weight and its scale (out, 1) or (1, 1)."""
+    weight, scale = parts
+    return weight, scale if scale.dim() == 2 else (scale / 127)[:, None]
 
 
-def quantize_int8(linear: nn.Linear) -> QuantizedLinear:
-    """Quantize by optimum-quanto; stored as bitsandbytes stores int8 (arXiv 2208.07339), which diffusers reads."""
-    from optimum.quanto import absmax_scale, qint8
-
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows.float()
-        scale = absmax_scale(rows, qint8, axis=0)
-        return torch.ops.quanto.quantize_symmetric(rows, torch.int8, 0, scale), 127 * scale.flatten()
-
-    weight, maxima = in_pieces(quantize, linear.weight.data)
-    return QuantizedLinear("int8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, SCB=maxima)
+def scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply (out, in) in float8 or int8 by scales (out, 1) or (1, 1), rounding once to a 16- or 32-bit dtype."""
+    return fused(_scaled_rows, weight, scale, dtype)
 
 
-def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:
-    """Build a layer in bitsandbytes' layout or in ComfyUI's int8_tensorwise; a `Read`."""
-    weight, bias, scale = parts["weight"], parts.get("bias"), stored_scale(parts, name)
-    if weight.dtype != torch.int8:
-        return None
-    if scale is None:
-        return QuantizedLinear("int8", weight.shape, dtype, bias, weight=weight, SCB=parts["SCB"].float())
-    return QuantizedLinear("scaled", weight.shape, dtype, bias, weight=weight, weight_scale=scale)
+def _scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype).mul_(scale)
 
 
-INT8 = QuantizationFormat(8, quantize_int8, read_int8, ["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES))
+def transposed(weight: Tensor) -> Tensor:
+    """Transpose (out, in) of one-byte elements -> (in, out), contiguous."""
+    return fused(_transposed, weight.view(torch.uint8)).view(weight.dtype)
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.t().contiguous()

@@ -23,8 +23,9 @@ log = logging.getLogger("retouch")
 
 # Weights that are quantized at once; a multiple of every format's block size.
 PIECE = 2**21
-# Device types on which element-wise work is compiled to one kernel; functions for which that failed.
-FUSES = ("cuda",)
+# Device types on which element-wise work is compiled to one kernel, and from how many elements; functions for which
+# that failed.
+FUSES = {"cuda": 0, "cpu": 2**20}
 _UNFUSED: set[Any] = set()
 # Integer dtypes by their bytes.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -45,55 +46,62 @@ class Storage:
         """Return W (out, in)."""
         raise NotImplementedError
 
-    def product(self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        """Multiply (..., in) by W^T -> (..., out)."""
-        return F.linear(x, self.weight(parts, shape, x.dtype))
+    def round_inputs(self, x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Round (..., in) for `product`; return nothing if it multiplies unrounded inputs."""
+        return []
 
-    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-        """Multiply (..., out) by W -> (..., in)."""
+    def round_gradients(self, grad: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Round (..., out) for `input_gradient`; return nothing if it multiplies unrounded gradients."""
+        return []
+
+    def product(
+        self, x: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int], bias: Tensor | None
+    ) -> Tensor:
+        """Multiply (..., in), or what it was rounded to, by W^T and add a bias (out,) -> (..., out)."""
+        return F.linear(x, self.weight(parts, shape, x.dtype), bias)
+
+    def input_gradient(
+        self, grad: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int]
+    ) -> Tensor:
+        """Multiply (..., out), or what it was rounded to, by W -> (..., in)."""
         return grad @ self.weight(parts, shape, grad.dtype)
 
 
-class Scaled(Storage):
-    """A float8 or int8 weight and its scales: (out, 1), or (1, 1) for the whole weight."""
-
-    def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        weight, scale = parts
-        return scaled_rows(weight, scale, dtype)
-
-
-STORAGES["scaled"] = Scaled
-
-
 # Custom operators: torch.compile would compute a layer's weight once for both passes and keep it between them, and
-# selective checkpointing would compute it once more.
+# selective checkpointing would compute it once more. Rounding is outside: compiled, it is part of the kernel before it.
 @torch.library.custom_op("retouch::frozen_product", mutates_args=())
-def frozen_product(x: Tensor, parts: list[Tensor], storage: str, out_features: int) -> Tensor:
-    """Compute x W^T, differentiable in x; the backward pass computes W again from its parts."""
-    return _storage(storage).product(x, parts, (out_features, x.shape[-1])).contiguous()
+def frozen_product(
+    x: Tensor, rounded: list[Tensor], parts: list[Tensor], bias: Tensor | None, storage: str, out_features: int
+) -> Tensor:
+    """Compute x W^T + bias, differentiable in x; the backward pass computes W again from its parts."""
+    return _storage(storage).product(x, rounded, parts, (out_features, x.shape[-1]), bias).contiguous()
 
 
 @torch.library.custom_op("retouch::frozen_input_gradient", mutates_args=())
-def frozen_input_gradient(grad: Tensor, parts: list[Tensor], storage: str, in_features: int) -> Tensor:
+def frozen_input_gradient(
+    grad: Tensor, rounded: list[Tensor], parts: list[Tensor], storage: str, in_features: int
+) -> Tensor:
     """Compute grad W."""
-    return _storage(storage).input_gradient(grad, parts, (grad.shape[-1], in_features)).contiguous()
+    return _storage(storage).input_gradient(grad, rounded, parts, (grad.shape[-1], in_features)).contiguous()
 
 
 @frozen_product.register_fake
 @frozen_input_gradient.register_fake
-def _(x: Tensor, parts: list[Tensor], storage: str, features: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], features)
+def _(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], others[-1])
 
 
 def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, parts, ctx.storage, _ = inputs
-    ctx.in_features = x.shape[-1]
+    x, rounded, parts, _, ctx.storage, _ = inputs
+    ctx.in_features, ctx.rounded = x.shape[-1], len(rounded)
     ctx.save_for_backward(*parts)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     parts = list(ctx.saved_tensors)
-    return frozen_input_gradient(grad, parts, ctx.storage, ctx.in_features), [None] * len(parts), None, None
+    rounded = _storage(ctx.storage).round_gradients(grad, parts) if ctx.rounded else []
+    x_grad = frozen_input_gradient(grad, rounded, parts, ctx.storage, ctx.in_features)
+    return x_grad, [None] * ctx.rounded, [None] * len(parts), None, None, None
 
 
 frozen_product.register_autograd(_backward, setup_context=_save_parts)
@@ -109,13 +117,19 @@ class QuantizedLinear(nn.Linear):
         bias: None for a layer without.
         parts: the weight's parts by parameter name, in their order. Floating-point parts are held as integers of the
             same bits.
+
+    Attributes:
+        rounds: whether inputs and gradients are rounded to 8 bits where the storage can multiply them so.
     """
+
+    rounds = True
 
     def __init__(
         self, storage: str, shape: Sequence[int], dtype: torch.dtype, bias: Tensor | None, **parts: Tensor
     ) -> None:
         nn.Module.__init__(self)
         self.storage = storage
+        self._arithmetic = _storage(storage)
         self.out_features, self.in_features = shape
         self.compute_dtype = dtype  # the name that peft and diffusers look for
         self._dtypes = {name: part.dtype for name, part in parts.items()}
@@ -138,17 +152,18 @@ class QuantizedLinear(nn.Linear):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in)."""
-        return _storage(self.storage).weight(self.parts(), (self.out_features, self.in_features), dtype)
+        return self._arithmetic.weight(self.parts(), (self.out_features, self.in_features), dtype)
 
     @torch.no_grad()
     def exact_product(self, x: Tensor) -> Tensor:
-        """Multiply (..., in) by the dequantized weight -> (..., out) in x's dtype, without rounding x to float8."""
-        storage = "scaled" if self.storage == "fp8" else self.storage
-        return frozen_product(x, self.parts(), storage, self.out_features)
+        """Multiply (..., in) by the dequantized weight -> (..., out) in x's dtype, without rounding x to 8 bits."""
+        return frozen_product(x, [], self.parts(), None, self.storage, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = frozen_product(x.to(compute_dtype(x)), self.parts(), self.storage, self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        x, parts = x.to(compute_dtype(x)), self.parts()
+        rounded = self._arithmetic.round_inputs(x.detach(), parts) if self.rounds else []
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return frozen_product(x, rounded, parts, bias, self.storage, self.out_features)
 
 
 @cache
@@ -230,28 +245,11 @@ def in_pieces(quantize: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) 
     return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
-def scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply (out, in) in float8 or int8 by scales (out, 1) or (1, 1), rounding once to a 16- or 32-bit dtype."""
-    return fused(_scaled_rows, weight, scale, dtype)
-
-
-def _scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype).mul_(scale)
-
-
-def transposed(weight: Tensor) -> Tensor:
-    """Transpose (out, in) of one-byte elements -> (in, out), contiguous."""
-    return fused(_transposed, weight.view(torch.uint8)).view(weight.dtype)
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.t().contiguous()
-
-
 def fused(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """Call an element-wise function, on a GPU as one kernel: as separate operations it would cost what fp8 gains."""
+    """Call an element-wise function, if large as one kernel: as separate operations it would cost what 8 bits gain."""
     kind = run, x.device, x.dtype
-    if x.device.type not in FUSES or kind in _UNFUSED:
+    small = x.numel() < FUSES.get(x.device.type, x.numel() + 1)
+    if torch.compiler.is_compiling() or small or kind in _UNFUSED:
         return run(x, *args)
     try:
         # torch.compile would build one more graph for each grad and autocast mode.

@@ -18,7 +18,7 @@ from lightning_modules.quantization.four_bit import FP4, NF4
 
 # safetensors' names of unquantized dtypes.
 PLAIN = ("F64", "F32", "BF16", "F16")
-FORMATS = {"fp8": FP8, "fp4": FP4, "nf4": NF4, "int8": INT8}
+FORMATS = {"fp8": FP8, "fp4": FP4, "nf4": NF4, "int8_w8a8": INT8}
 # Tensors that say how a file is quantized.
 MARKERS = [row.marker for row in FORMATS.values() if row.marker]
 

@@ -12,7 +12,7 @@ from tests.support.other_adapters import OTHERS
 from tests.support.steps import inputs
 from tests.support.tiny_pipelines import MODELS
 
-FP8, NF4 = ["model/quantization=fp8"], ["model/quantization=fp4", "model.quantization.format=nf4"]
+FP8, INT8, NF4 = ([f"model/quantization={format}"] for format in ("fp8", "int8_w8a8", "nf4"))
 STREAMED = ["model.offload.blocks=2", "model.gradient_checkpointing=full", "model.offload.activations=true"]
 PLAIN = ["model.gradient_checkpointing=none"]
 OFFLOADED = ["model.gradient_checkpointing=selective", "model.offload.activations=true"]
@@ -27,6 +27,7 @@ CASES = {
     "tlora": (WHOLE, [*OFFLOADED, "adapter=tlora"], "aten::mm"),
     "full": (WHOLE, [*PLAIN, "adapter=full"], "aten::mm"),
     "fp8": (WHOLE, [*STREAMED, *FP8], "aten::_scaled_mm"),
+    "int8_w8a8": (WHOLE, [*STREAMED, *INT8], "aten::_int_mm"),
     "nf4": (WHOLE, [*PLAIN, *NF4], "bitsandbytes::dequantize_4bit"),
     "lokr": ("flux_kontext", [*STREAMED, *FP8, *OTHERS["lokr"]], "aten::_scaled_mm"),
 }

@@ -126,7 +126,7 @@ class FakeCuda(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         self.called.add(func.name())
         if func in KERNELS:
-            kind = func, args[2], args[0].dtype, args[0].shape
+            kind = func, args[-2], args[0].dtype, args[0].shape
             if kind not in self._opened:
                 self._opened.add(kind)
                 with self:
@@ -224,14 +224,14 @@ def fake_cuda():
         (Tensor, "pin_memory", lambda tensor: cuda.pin(tensor.clone())),
         (offload, "_register", lambda memory, device: cuda.pin(memory)),
         (offload, "_unpin", lambda *_: None),
-        (linear, "FUSES", ()),
+        (linear, "FUSES", {}),
         (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
         (torch.utils, "swap_tensors", swap_tensors),
     ]
     with ExitStack() as stack:
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
-        for cached in (eight_bit.has_tensor_cores, rank_schedule._thresholds):
+        for cached in (eight_bit._probe, rank_schedule._thresholds):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         yield cuda

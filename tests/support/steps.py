@@ -12,7 +12,7 @@ BASES = {
     "fp8": ["model/quantization=fp8"],
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
     "fp4": ["model/quantization=fp4"],
-    "int8": ["model/quantization=fp8", "model.quantization.format=int8"],
+    "int8_w8a8": ["model/quantization=int8_w8a8"],
 }
 
 

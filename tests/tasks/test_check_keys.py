@@ -148,7 +148,7 @@ def test_arguments_of_a_class_that_conf_leaves_out_are_accepted(composed, values
         ({"callbacks.mine": {"_target_": "callbacks.lifecycle.Overfit", "every": 1}}, "Overfit has no argument every."),
         ({"callbacks.mine": {"every": 1}}, "callbacks.mine.every: there is no such setting."),
         ({"mine": {"_target_": "callbacks.lifecycle.Overfit"}}, "mine._target_: there is no such setting."),
-        ({"model.quantization": {"format": "fp8"}}, "Choose model/quantization=NAME first: fp4, fp8, nf4."),
+        ({"model.quantization": {"format": "fp8"}}, "Choose model/quantization=NAME first: fp4, fp8, int8_w8a8, nf4."),
     ],
 )
 def test_other_arguments_of_a_class_are_refused(composed, values, words):

@@ -260,7 +260,7 @@ def test_8_bits_are_quantized_again_to_4_if_these_are_configured(flux):
     plain.weight.data = values["transformer_blocks.0.attn.to_q.weight"].to(torch.bfloat16)
     wanted = quantization("nf4").quantize(plain).dequantize(torch.float32)
     assert torch.equal(layer.dequantize(torch.float32), wanted)
-    assert flux.source(path, quantized=quantization("int8")).precision == "fp8"  # nothing to gain
+    assert flux.source(path, quantized=quantization("int8_w8a8")).precision == "fp8"  # nothing to gain
 
 
 def test_a_checkpoint_of_all_parts_is_read_without_the_others(flux, caplog):

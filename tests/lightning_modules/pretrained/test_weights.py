@@ -84,7 +84,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FORMATS = {
     "bitsandbytes fp4": (four_bit("fp4", False), BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
     "bitsandbytes nf4, double": (four_bit("nf4", True), BNB | {"bnb_4bit_quant_type": "nf4"}, "nf4"),
-    "bitsandbytes int8": (eight_bit, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+    "bitsandbytes int8": (eight_bit, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8_w8a8"),
     "fp8 scaled": (fp8("weight_scale", (1,)), None, "fp8"),
     "fp8 scaled, ComfyUI's names": (fp8("scale_weight", hints=["scale_input"]), None, "fp8"),
     "fp8 plain": (fp8(), None, "fp8"),
@@ -123,10 +123,10 @@ def test_layers_are_loaded_as_they_are(checkpoint, source):
 
 def test_settings_do_not_quantize_what_is_quantized(source, tmp_path, caplog):
     folder = write(source, tmp_path / "fp8", fp8())
-    int8 = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization("int8"), 0)
+    int8 = TransformerSource("FluxTransformer2DModel", str(folder), None, torch.bfloat16, quantization("int8_w8a8"), 0)
     assert int8.load(CPU).get_submodule(LAYER).storage.startswith("fp8")
     assert int8.precision == int8.expected_precision == "fp8"
-    assert "is fp8 on disk: model.quantization.format=int8 is ignored" in caplog.text
+    assert "is fp8 on disk: model.quantization.format=int8_w8a8 is ignored" in caplog.text
 
 
 @pytest.mark.parametrize("format", NAMES)
