@@ -1,4 +1,4 @@
-"""Check training on this GPU and measure its speed: ten checks, then a table, in ten minutes.
+"""Check training on this GPU and measure its speed: eleven checks, then a table, in ten minutes.
 
     python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --only scaled_mm bases "speed flux_kontext fp8"

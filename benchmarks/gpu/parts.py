@@ -73,6 +73,7 @@ HERE = "benchmarks.gpu"
 PARTS = {
     "offload_blocks": Part(f"{HERE}.offloading.blocks", 90, 15),
     "scaled_mm": Part(f"{HERE}.products.scaled_mm", 60, 5),
+    "int8_products": Part(f"{HERE}.products.int8_products", 90, 15),
     "ortho_tlora": Part(f"{HERE}.steps.ortho_tlora", 60, 10),
     "offload_activations": Part(f"{HERE}.offloading.activations", 60, 10),
     "bases": Part(f"{HERE}.steps.bases", 90, 15),

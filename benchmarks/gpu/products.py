@@ -1,10 +1,23 @@
 """Products on fp8 tensor cores, and fused kernels."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Facts
-from lightning_modules.quantization.eight_bit import E4M3, E5M2, has_tensor_cores, round_rows, scaled_rows, transposed
+from lightning_modules.quantization.eight_bit import (
+    E4M3,
+    E5M2,
+    has_tensor_cores,
+    round_rows,
+    scaled_product,
+    scaled_rows,
+    transposed,
+)
+from lightning_modules.quantization.linear import fused
+from lightning_modules.quantization.triton_products import available, int8_product
 
 
 def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
@@ -50,6 +63,65 @@ def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
     facts["tensor cores"] = used = has_tensor_cores(bench.device)
     if bench.cuda and torch.cuda.get_device_capability(bench.device) >= (8, 9) and not used:
         wrong.append("retouch does not use fp8 tensor cores here")
+    return wrong
+
+
+def _scaled(total: Tensor, row_scales: Tensor, column_scales: Tensor) -> Tensor:
+    return (total.float() * row_scales * column_scales).to(torch.bfloat16)
+
+
+def _ways(
+    a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, scales: tuple[Tensor, Tensor], gradient: bool
+) -> dict[str, Callable[[], Any]]:
+    """Return products by name, of bf16 a b and of int8 rows and columns; fp8 needs columns in order."""
+
+    def triton(columns: Tensor) -> Tensor:
+        return int8_product(rows, scales[0], columns, scales[1], torch.bfloat16)
+
+    def int_mm(columns: Tensor) -> Tensor:
+        return fused(_scaled, torch._int_mm(rows, columns), *scales)
+
+    (rows8, row_scales8), (columns8, column_scales8) = (round_rows(x, E4M3) for x in (a, b.t()))
+    fp8 = columns8.t().contiguous() if gradient else columns8.t()
+    scales8 = row_scales8, column_scales8.t().contiguous()
+    ways = {"bf16": lambda: a @ b, "int_mm": lambda: int_mm(columns)}
+    ways["fp8"] = lambda: scaled_product(rows8, scales8[0], transposed(fp8).t() if gradient else fp8, scales8[1])
+    if available(rows.device):
+        ways["triton"] = lambda: triton(columns)
+        if gradient:
+            ways["triton, transposed"] = lambda: triton(transposed(columns).t())
+    if gradient:
+        ways["int_mm, transposed"] = lambda: int_mm(transposed(columns).t())
+    return ways
+
+
+def int8_products(bench: Bench, facts: Facts) -> list[str]:
+    """Multiply int8 in the layouts of both passes: TFLOP/s next to bf16 and fp8, and bits next to exact sums."""
+    wrong, device, n = [], bench.device, bench.size(4608, 32)
+    for sides in ((3072, 3072), (3072, 12288), (12288, 3072)):
+        k, m = (bench.size(side, side // 192) for side in sides)
+        for gradient in (False, True):
+            rows, columns = (
+                torch.randint(-128, 128, sides, device=device).to(torch.int8) for sides in ((n, k), (m, k))
+            )
+            columns = columns.t().contiguous() if gradient else columns.t()
+            scales = torch.rand(n, 1, device=device), torch.rand(1, m, device=device)
+            wanted = _scaled(rows.double() @ columns.double(), *scales)
+            ways = _ways(rows.bfloat16(), columns.bfloat16(), rows, columns, scales, gradient)
+            name = f"{n}x{k}x{m} {'gradient' if gradient else 'forward'}"
+            found = facts[name] = {}
+            for way, run in ways.items():
+                try:
+                    y = run()
+                except (RuntimeError, ValueError) as error:
+                    found[way] = f"does not run: {str(error).splitlines()[0]}"
+                    continue
+                found[way] = round(2 * n * k * m / bench.seconds(run, 20) / 1e12, 1)
+                if way not in ("bf16", "fp8") and not torch.equal(y, wanted):
+                    wrong.append(f"{name}: {way} has other bits")
+    facts["triton"] = used = available(device)
+    if bench.cuda and torch.cuda.get_device_capability(device) >= (8, 0) and not used:
+        wrong.append("retouch does not use Triton here")
     return wrong
 
 

@@ -23,6 +23,7 @@ from lightning_modules.quantization.linear import (
     in_pieces,
     stored_scale,
 )
+from lightning_modules.quantization.triton_products import available, int8_product
 
 log = logging.getLogger("retouch")
 
@@ -111,6 +112,10 @@ class Int8(EightBit):
     def multiply(
         self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, dtype: torch.dtype
     ) -> Tensor:
+        if available(rows.device):
+            return int8_product(rows, row_scales, columns, column_scales, dtype)
+        if rows.is_cuda and columns.stride(0) != 1:  # which cuBLAS 13 refuses on some cards
+            columns = transposed(columns).t()
         return fused(_rescaled, torch._int_mm(rows, columns), row_scales, column_scales, dtype)
 
 

@@ -225,6 +225,7 @@ def fake_cuda():
         (offload, "_register", lambda memory, device: cuda.pin(memory)),
         (offload, "_unpin", lambda *_: None),
         (linear, "FUSES", {}),
+        (eight_bit, "available", lambda device: False),  # Triton wants addresses
         (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
         (torch.utils, "swap_tensors", swap_tensors),
     ]

@@ -1,0 +1,118 @@
+"""int8 products in Triton: bits by its interpreter, instructions and shared memory by its compiler, without a GPU."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from lightning_modules.quantization import eight_bit, triton_products
+from lightning_modules.quantization.triton_products import TILES, available, int8_product
+from tests.support.commands import run_code
+
+# Bytes of shared memory for a block, by compute capability.
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+
+
+def reference(rows, row_scales, columns, column_scales, dtype):
+    y = (rows.int() @ columns.int()).float() * row_scales
+    y = y if column_scales is None else y * column_scales
+    if dtype == torch.bfloat16:  # the interpreter cuts bf16 off; the compiler's rounding is in its instruction
+        y = (y.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    return y.to(dtype)
+
+
+def operands(n, k, m, transposed):
+    """Return random operands whose first rows and columns hold extreme values only."""
+    rows, weight = (torch.randint(-128, 128, (size, k), dtype=torch.int8) for size in (n, m))
+    for matrix in (rows, weight):
+        matrix[0], matrix[1, ::2], matrix[1, 1::2] = -128, 127, -128
+    row_scales, column_scales = torch.rand(n, 1) * 1e-4, torch.rand(1, m) * 1e-2
+    return rows, row_scales, weight.t() if transposed else weight.t().contiguous(), column_scales
+
+
+def compare():
+    """Compare for tiles, layouts, dtypes and sizes."""
+    torch.manual_seed(0)
+    for tile, transposed in itertools.product(TILES, (True, False)):
+        triton_products.TILES = (tile,)  # without a choice nothing is timed
+        triton_products.kernel.cache_clear()
+        for n, k, m in ((131, 197, 261), (1, 1024, 16)) if tile != TILES[-1] else ((1200, 40, 30), (5, 12288, 3)):
+            *given, column_scales = operands(max(n, 2), k, m, transposed)
+            for dtype, scales in itertools.product(
+                (torch.bfloat16, torch.float16, torch.float32), (column_scales, None)
+            ):
+                found, wanted = (product(*given, scales, dtype) for product in (int8_product, reference))
+                assert torch.equal(found, wanted), (tile, transposed, n, k, m, dtype, scales is None)
+
+
+@pytest.mark.slow
+def test_products_have_the_bits_of_the_reference_and_importing_them_needs_no_triton():
+    first = f"import sys; from {triton_products.__name__} import available; assert 'triton' not in sys.modules; "
+    run_code(f"{first}from {__name__} import compare; compare()", TRITON_INTERPRET="1")
+
+
+def tune():
+    """Choose tiles, timed with the interpreter, for several numbers of rows."""
+    for rows, choices in ((8, 1), (5, 1), (64, 1), (65, 2), (100, 2), (3, 2)):
+        given = operands(rows, 40, 16, transposed=True)
+        assert torch.equal(int8_product(*given, torch.float32), reference(*given, torch.float32))
+        assert len(triton_products.kernel().cache) == choices
+    eight_bit.available = lambda device: True
+    assert torch.equal(eight_bit.Int8().multiply(*given, torch.float16), int8_product(*given, torch.float16))
+    assert len(triton_products.kernel().cache) == choices + 1
+
+
+@pytest.mark.slow
+def test_layers_use_it_and_tiles_are_chosen_once_for_all_sizes_up_to_a_power_of_two():
+    run_code(f"from {__name__} import tune; tune()", TRITON_INTERPRET="1")
+
+
+def compiled(capability, tile, transposed):
+    """Compile the kernel as for a layer of a transformer, with bf16 output."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = triton_products.kernel().fn
+    pointers = {"rows": "*i8", "columns": "*i8", "row_scales": "*fp32", "column_scales": "*fp32", "output": "*bf16"}
+    *sizes, warps, stages = tile
+    names = "tile_rows", "tile_columns", "tile_inner", "scaled", "stride_k" if transposed else "stride_m"
+    constants = dict(zip(names, (*sizes, True, 1), strict=True))
+    signature = {name: pointers.get(name, "i32") for name in function.arg_names} | dict.fromkeys(names, "constexpr")
+    divisible = [i for i, name in enumerate(function.arg_names) if name not in (*names, "n", "bucket")]
+    source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+def test_cubins_multiply_int8_on_tensor_cores_within_shared_memory(capability):
+    for tile, transposed in itertools.product(TILES, (True, False)):
+        kernel = compiled(capability, tile, transposed)
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED[capability], (tile, kernel.metadata.shared)
+        ptx = kernel.asm["ptx"]
+        assert re.search(r"mma\S*\.s32\.s8\.s8", ptx)
+        assert "cvt.rn.bf16" in ptx
+        assert ".ftz" not in ptx
+        # Bytes are permuted only to transpose: not by prefetching, which would spill registers.
+        assert ("prmt" in ptx) == (not transposed)
+
+
+@pytest.mark.slow
+def test_triton_compiles_no_int8_product_for_the_20_series():
+    """It asserts why `available` starts at 8.0; torch._int_mm runs there."""
+    with pytest.raises(RuntimeError, match="PassManager"):
+        compiled(75, TILES[-1], transposed=True)
+
+
+def test_a_cpu_has_none():
+    assert not available(torch.device("cpu"))
