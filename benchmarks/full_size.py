@@ -1,17 +1,22 @@
-"""A training step of a real transformer with random weights, in each precision, on a GPU where there is one.
+"""Time a training step of a real transformer with random weights, in each precision, and print a table.
 
     python benchmarks/full_size.py --output benchmarks/results/h100.json
+    python benchmarks/full_size.py --device cpu --depth 4 --in-turns --precisions float32 bf16 int8_w8a8 --size 288
 
 Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only: the forward
 pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
 """
 
 import argparse
+import gc
+import itertools
 import json
 import shlex
+import statistics
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +29,7 @@ from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
+from lightning_modules.execution.blocks import compile_blocks
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
@@ -31,6 +37,7 @@ from tasks.terminal import silence_libraries
 
 Row = dict[str, Any]
 PRECISIONS = {
+    "float32": [],
     "bf16": [],
     "fp8": ["model/quantization=fp8"],
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
@@ -64,7 +71,8 @@ def build(
         more: settings of train.py.
         made_on: where its numbers are drawn; None for the device. Other devices draw others.
     """
-    module = instantiate(compose(model, folder, "bfloat16", *PRECISIONS[precision], *more).model, _convert_="all")
+    dtype = "float32" if precision == "float32" else "bfloat16"
+    module = instantiate(compose(model, folder, dtype, *PRECISIONS[precision], *more).model, _convert_="all")
     weights = RandomWeights(module.base.source.meta, made_on or device)
     module.to(device)
     with mock.patch.object(TransformerSource, "weights", return_value=weights), device:
@@ -108,44 +116,80 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
     }
 
 
+def measured(module: Any, options: argparse.Namespace, device: torch.device, peak: float) -> Iterator[Row]:
+    """Yield a row for each size, checkpointing policy, and eager or compiled blocks."""
+    for side, policy, compiled in itertools.product(options.size, options.checkpointing, options.compiled):
+        row: Row = {"compiled": bool(compiled), "side": side, "checkpointing": policy}
+        module.execution.compile_blocks = bool(compiled)
+        try:
+            with torch.compiler.set_stance("default" if compiled else "force_eager"):
+                row |= measure(module, random_batch(module, side, options.batch, device), policy, options.steps, peak)
+        except torch.OutOfMemoryError:
+            row |= {"out_of_memory": True}
+        yield row
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as Markdown; rows that differ only in their round become one, with medians."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        key = [row[name] for name in ("precision", "compiled", "side", "checkpointing")]
+        groups.setdefault(tuple(key), []).append(row)
+    lines = ["| weights | compiled | pixels | tokens | checkpointing | s/step | TFLOP/s | peak, GB |", f"|{8 * '---|'}"]
+    for (precision, compiled, side, policy), group in groups.items():
+        cells = [precision, "yes" if compiled else "no", side, group[0].get("tokens", ""), policy]
+        if "seconds_per_step" in group[0]:
+            medians = (statistics.median(row[name] for row in group) for name in ("seconds_per_step", "tflops"))
+            cells += [f"{value:.3g}" for value in medians] + [group[0]["peak_memory_gb"] or ""]
+        else:
+            cells += ["out of memory", "", ""]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="flux_kontext")
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "fp8", "nf4"])
+    parser.add_argument("--depth", type=int, help="blocks of each kind; all by default")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "fp8", "int8_w8a8", "nf4"])
+    parser.add_argument("--compiled", nargs="+", type=int, choices=(0, 1), default=[0])
     parser.add_argument("--size", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps to average, after two that warm up")
+    parser.add_argument("--in-turns", action="store_true", help="keep all models and measure three rounds of them")
     parser.add_argument("--checkpointing", nargs="+", default=["full", "none"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("settings", nargs="*", help="of train.py: adapter=tlora, model.compile=true, ...")
+    parser.add_argument("settings", nargs="*", help="of train.py: adapter=tlora, ...")
     options = parser.parse_args()
     silence_libraries()
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = matrix_peak(device)
-    print(f"{name}: {peak / 1e12:.1f} TFLOP/s in bf16 products")
-    rows = []
+    peak = matrix_peak(device, side=8192 if device.type == "cuda" else 2048)
+    what = f"{options.model}{f', {options.depth} blocks of each kind' if options.depth else ''}, batch {options.batch}"
+    head = f"{what}; {name}, torch {torch.__version__}, {peak / 1e12:.2f} TFLOP/s in bf16 products"
+    print(head, flush=True)
+    rows: list[Row] = []
+    modules: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_shallow(options.model, None, folder)
-        for precision in options.precisions:
-            module = build(options.model, folder, precision, device, *options.settings)
-            for side in options.size:
-                torch.compiler.reset()  # each size has a graph of its own, as where data has one
-                batch = random_batch(module, side, options.batch, device)
-                for policy in options.checkpointing:
-                    row: Row = {"precision": precision, "side": side}
-                    try:
-                        row |= measure(module, batch, policy, options.rounds, peak)
-                    except torch.OutOfMemoryError:
-                        row |= {"checkpointing": policy, "out_of_memory": True}
-                    rows.append(row)
-                    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            del module
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        write_shallow(options.model, options.depth, folder)
+        for _ in range(3 if options.in_turns else 1):
+            for precision in options.precisions:
+                if precision not in modules:
+                    modules[precision] = build(options.model, folder, precision, device, *options.settings)
+                    if any(options.compiled):
+                        compile_blocks(modules[precision].transformer, dynamic=False)
+                for row in measured(modules[precision], options, device, peak):
+                    rows.append({"precision": precision} | row)
+                    print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+                if not options.in_turns:
+                    del modules[precision]
+                    gc.collect()
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+    command = shlex.join(["python", "benchmarks/full_size.py", *sys.argv[1:]])
+    print(f"\n{head}\n\n    {command}\n\n{table(rows)}")
     if options.output is not None:
-        command = shlex.join(["python", "benchmarks/full_size.py", *sys.argv[1:]])
         facts = {"command": command, "device": name, "torch": torch.__version__, "matrix_peak_tflops": peak / 1e12}
         options.output.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
 

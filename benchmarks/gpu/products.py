@@ -76,7 +76,7 @@ def _ways(
     """Return products by name, of bf16 a b and of int8 rows and columns; fp8 needs columns in order."""
 
     def triton(columns: Tensor) -> Tensor:
-        return int8_product(rows, scales[0], columns, scales[1], torch.bfloat16)
+        return int8_product(rows, scales[0], columns, scales[1], None, torch.bfloat16)
 
     def int_mm(columns: Tensor) -> Tensor:
         return fused(_scaled, torch._int_mm(rows, columns), *scales)

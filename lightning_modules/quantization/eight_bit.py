@@ -49,9 +49,15 @@ class EightBit(Storage):
         raise NotImplementedError
 
     def multiply(
-        self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, dtype: torch.dtype
+        self,
+        rows: Tensor,
+        row_scales: Tensor,
+        columns: Tensor,
+        column_scales: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Multiply (n, k) with scales (n, 1) by (k, m) with scales (1, m) -> (n, m) in a dtype."""
+        """Multiply (n, k) with scales (n, 1) by (k, m) with scales (1, m), add a bias (m,) -> (n, m) in a dtype."""
         raise NotImplementedError
 
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -70,16 +76,17 @@ class EightBit(Storage):
         if not rounded:
             return super().product(x, rounded, parts, shape, bias)
         (rows, row_scales), (weight, scale) = rounded, _with_scale(parts)
-        y = self.multiply(rows, row_scales, weight.t(), scale.expand(shape[0], 1).t().contiguous(), x.dtype)
-        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], shape[0])
+        column_scales = scale.expand(shape[0], 1).t().contiguous()
+        y = self.multiply(rows, row_scales, weight.t(), column_scales, bias, x.dtype)
+        return y.view(*x.shape[:-1], shape[0])
 
     def input_gradient(
         self, grad: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int]
     ) -> Tensor:
         if not rounded:
             return super().input_gradient(grad, rounded, parts, shape)
-        (rows, row_scales), ones = rounded, torch.ones(1, shape[1], device=grad.device)
-        return self.multiply(rows, row_scales, parts[0], ones, grad.dtype).view(*grad.shape[:-1], shape[1])
+        rows, row_scales = rounded
+        return self.multiply(rows, row_scales, parts[0], None, None, grad.dtype).view(*grad.shape[:-1], shape[1])
 
 
 class Float8(EightBit):
@@ -92,11 +99,20 @@ class Float8(EightBit):
         return fits and weight.dtype == E4M3 and has_tensor_cores(x.device)
 
     def multiply(
-        self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, dtype: torch.dtype
+        self,
+        rows: Tensor,
+        row_scales: Tensor,
+        columns: Tensor,
+        column_scales: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         if columns.stride(0) != 1:  # Hopper's tensor cores need them column by column: a copy of one layer's bytes
             columns = transposed(columns).t()
-        return scaled_product(rows, row_scales, columns, column_scales).to(dtype)
+        if column_scales is None:
+            column_scales = torch.ones(1, columns.shape[1], device=columns.device)
+        y = scaled_product(rows, row_scales, columns, column_scales).to(dtype)
+        return y if bias is None else y.add_(bias)
 
 
 class Int8(EightBit):
@@ -110,13 +126,19 @@ class Int8(EightBit):
         return fits and x.numel() > TILE * x.shape[-1] and multiplies_int8(x.device)
 
     def multiply(
-        self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, dtype: torch.dtype
+        self,
+        rows: Tensor,
+        row_scales: Tensor,
+        columns: Tensor,
+        column_scales: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         if available(rows.device):
-            return int8_product(rows, row_scales, columns, column_scales, dtype)
+            return int8_product(rows, row_scales, columns, column_scales, bias, dtype)
         if rows.is_cuda and columns.stride(0) != 1:  # which cuBLAS 13 refuses on some cards
             columns = transposed(columns).t()
-        return fused(_rescaled, torch._int_mm(rows, columns), row_scales, column_scales, dtype)
+        return fused(_rescaled, torch._int_mm(rows, columns), row_scales, column_scales, bias, dtype)
 
 
 STORAGES |= {"fp8": Float8, "int8_w8a8": Int8}
@@ -252,8 +274,12 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
-def _rescaled(sums: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (sums.float() * row_scales * column_scales).to(dtype)
+def _rescaled(
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    y = sums.float() * row_scales
+    y = y if column_scales is None else y * column_scales
+    return (y if bias is None else y + bias).to(dtype)
 
 
 def _with_scale(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

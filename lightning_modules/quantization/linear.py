@@ -252,8 +252,9 @@ def fused(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     if torch.compiler.is_compiling() or small or kind in _UNFUSED:
         return run(x, *args)
     try:
-        # torch.compile would build one more graph for each grad and autocast mode.
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        # torch.compile would build one more graph for each grad and autocast mode; images are sampled by eager blocks.
+        modes = torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.compiler.set_stance("default")
+        with modes[0], modes[1], modes[2]:
             return _compiled(run)(x.detach(), *args)
     except torch.OutOfMemoryError:
         raise

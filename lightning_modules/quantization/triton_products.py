@@ -41,8 +41,9 @@ def kernel() -> Any:
     )
     @triton.jit(do_not_specialize=["n", "bucket"])
     def multiply(  # type: ignore[no-untyped-def]
-        rows, row_scales, columns, column_scales, output, n, k, m, stride_k, stride_m, bucket,  # noqa: ANN001
-        scaled: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr, tile_inner: tl.constexpr,
+        rows, row_scales, columns, column_scales, bias, output, n, k, m, stride_k, stride_m, bucket,  # noqa: ANN001
+        scaled: tl.constexpr, biased: tl.constexpr,
+        tile_rows: tl.constexpr, tile_columns: tl.constexpr, tile_inner: tl.constexpr,
     ) -> None:  # fmt: skip
         # Eight rows of tiles together, column by column, so that they read their operands from the L2 cache.
         group = 8 * tl.cdiv(m, tile_columns)
@@ -67,6 +68,8 @@ def kernel() -> Any:
         y = total.to(tl.float32) * tl.load(row_scales + i, mask=i < n)[:, None]
         if scaled:
             y *= tl.load(column_scales + j, mask=j < m)[None, :]
+        if biased:
+            y += tl.load(bias + j, mask=j < m).to(tl.float32)[None, :]
         mask = (i < n)[:, None] & (j < m)[None, :]
         tl.store(output + i.to(tl.int64)[:, None] * m + j[None, :], y.to(output.dtype.element_ty), mask=mask)
 
@@ -74,9 +77,14 @@ def kernel() -> Any:
 
 
 def int8_product(
-    rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor | None, dtype: torch.dtype
+    rows: Tensor,
+    row_scales: Tensor,
+    columns: Tensor,
+    column_scales: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply int8 (n, k) by (k, m), then by float32 scales (n, 1) and (1, m) -> (n, m), rounded once to a dtype.
+    """Multiply int8 (n, k) by (k, m) and float32 scales (n, 1) and (1, m), add a bias (m,) -> (n, m), rounded once.
 
     Sums are exact for k below 2^17, so neither the tiles nor the card change a bit.
 
@@ -87,11 +95,12 @@ def int8_product(
     (n, k), m = rows.shape, columns.shape[1]
     output = rows.new_empty(n, m, dtype=dtype)
     bucket = 1 << max(n - 1, 63).bit_length()  # tuned once for all sizes up to a power of two
-    scales = row_scales if column_scales is None else column_scales
+    scales, added = (row_scales if one is None else one for one in (column_scales, bias))
     with torch.cuda.device_of(rows):
         kernel()[lambda tile: (-(-n // tile["tile_rows"]) * -(-m // tile["tile_columns"]),)](
-            rows, row_scales, columns, scales, output, n, k, m, *columns.stride(), bucket, column_scales is not None
-        )
+            rows, row_scales, columns, scales, added, output, n, k, m, *columns.stride(), bucket,
+            column_scales is not None, bias is not None,
+        )  # fmt: skip
     return output
 
 
@@ -101,9 +110,13 @@ def available(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
+        from triton.errors import TritonError
+    except ImportError:
+        return False
+    try:
         one, scale = torch.ones(16, 16, device=device, dtype=torch.int8), torch.ones(16, 1, device=device)
-        int8_product(one, scale, one.t(), None, torch.bfloat16)
-    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:  # no C compiler
+        int8_product(one, scale, one.t(), None, None, torch.bfloat16)
+    except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:  # no C compiler
         log.warning(f"note: Triton cannot be used here: {reason(error)}")
         return False
     return True

@@ -14,9 +14,10 @@ from tests.support.commands import run_code
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 
-def reference(rows, row_scales, columns, column_scales, dtype):
+def reference(rows, row_scales, columns, column_scales, bias, dtype):
     y = (rows.int() @ columns.int()).float() * row_scales
     y = y if column_scales is None else y * column_scales
+    y = y if bias is None else y + bias
     if dtype == torch.bfloat16:  # the interpreter cuts bf16 off; the compiler's rounding is in its instruction
         y = (y.view(torch.int32) & ~0xFFFF).view(torch.float32)
     return y.to(dtype)
@@ -39,10 +40,11 @@ def compare():
         triton_products.kernel.cache_clear()
         for n, k, m in ((131, 197, 261), (1, 1024, 16)) if tile != TILES[-1] else ((1200, 40, 30), (5, 12288, 3)):
             *given, column_scales = operands(max(n, 2), k, m, transposed)
-            for dtype, scales in itertools.product(
-                (torch.bfloat16, torch.float16, torch.float32), (column_scales, None)
+            bias = torch.randn(m).bfloat16()
+            for dtype, (scales, added) in itertools.product(
+                (torch.bfloat16, torch.float16, torch.float32), ((column_scales, bias), (None, None))
             ):
-                found, wanted = (product(*given, scales, dtype) for product in (int8_product, reference))
+                found, wanted = (product(*given, scales, added, dtype) for product in (int8_product, reference))
                 assert torch.equal(found, wanted), (tile, transposed, n, k, m, dtype, scales is None)
 
 
@@ -56,10 +58,11 @@ def tune():
     """Choose tiles, timed with the interpreter, for several numbers of rows."""
     for rows, choices in ((8, 1), (5, 1), (64, 1), (65, 2), (100, 2), (3, 2)):
         given = operands(rows, 40, 16, transposed=True)
-        assert torch.equal(int8_product(*given, torch.float32), reference(*given, torch.float32))
+        assert torch.equal(int8_product(*given, None, torch.float32), reference(*given, None, torch.float32))
         assert len(triton_products.kernel().cache) == choices
     eight_bit.available = lambda device: True
-    assert torch.equal(eight_bit.Int8().multiply(*given, torch.float16), int8_product(*given, torch.float16))
+    found, wanted = (product(*given, None, torch.float16) for product in (eight_bit.Int8().multiply, int8_product))
+    assert torch.equal(found, wanted)
     assert len(triton_products.kernel().cache) == choices + 1
 
 
@@ -75,10 +78,17 @@ def compiled(capability, tile, transposed):
     from triton.compiler import ASTSource
 
     function = triton_products.kernel().fn
-    pointers = {"rows": "*i8", "columns": "*i8", "row_scales": "*fp32", "column_scales": "*fp32", "output": "*bf16"}
+    pointers = {
+        "rows": "*i8",
+        "columns": "*i8",
+        "row_scales": "*fp32",
+        "column_scales": "*fp32",
+        "bias": "*bf16",
+        "output": "*bf16",
+    }
     *sizes, warps, stages = tile
-    names = "tile_rows", "tile_columns", "tile_inner", "scaled", "stride_k" if transposed else "stride_m"
-    constants = dict(zip(names, (*sizes, True, 1), strict=True))
+    names = "tile_rows", "tile_columns", "tile_inner", "scaled", "biased", "stride_k" if transposed else "stride_m"
+    constants = dict(zip(names, (*sizes, True, True, 1), strict=True))
     signature = {name: pointers.get(name, "i32") for name in function.arg_names} | dict.fromkeys(names, "constexpr")
     divisible = [i for i, name in enumerate(function.arg_names) if name not in (*names, "n", "bucket")]
     source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
