@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 WARM_UP = 20
@@ -43,8 +44,17 @@ def make_data(folder: Path, size: int) -> Path:
     return folder
 
 
-def measure(command: list[str], metrics: Path) -> tuple[float, float, float]:
-    """Run a process that writes `metrics`: steps/s by its median step, seconds to the first, peak memory in MB."""
+class Measured(NamedTuple):
+    """A process: steps/s by its median step, seconds to the first step, peak memory in MB, seconds in total."""
+
+    speed: float
+    first: float
+    memory: float
+    seconds: float
+
+
+def measure(command: list[str], metrics: Path, warm_up: int = WARM_UP) -> Measured:
+    """Run a process that writes `metrics`; the median is of the steps after `warm_up`."""
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, cwd=ROOT)
@@ -55,10 +65,11 @@ def measure(command: list[str], metrics: Path) -> tuple[float, float, float]:
         if status or usage is None:
             log.seek(0)
             raise SystemExit(log.read().decode())
+    total = time.perf_counter() - start
     with metrics.open() as file:
         seconds = [float(row["seconds"]) for row in csv.DictReader(file)]
-    steps = [after - before for before, after in itertools.pairwise(seconds[WARM_UP - 1 :])]
-    return 1 / statistics.median(steps), first, usage.ru_maxrss / 1024
+    steps = [after - before for before, after in itertools.pairwise(seconds[warm_up - 1 :])]
+    return Measured(1 / statistics.median(steps), first, usage.ru_maxrss / 1024, total)
 
 
 def main() -> None:
@@ -79,7 +90,7 @@ def main() -> None:
     for size in arguments.size:
         floors = {name: FLOORS[KINDS[name][0]] for name in arguments.kinds}
         names = [*dict.fromkeys(floors.values()), *arguments.kinds]
-        results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+        results: dict[str, list[Measured]] = {name: [] for name in names}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             data = make_data(folder / "data", size)
@@ -112,8 +123,8 @@ def main() -> None:
                     results[name].append(measure(command, run / "metrics.csv"))
         for name, rounds in results.items():
             compared = results[floors.get(name, name)]
-            ratio = statistics.median(own[0] / floor[0] for own, floor in zip(rounds, compared, strict=True))
-            speed, first, memory = (statistics.median(values) for values in zip(*rounds, strict=True))
+            ratio = statistics.median(own.speed / floor.speed for own, floor in zip(rounds, compared, strict=True))
+            speed, first, memory, _ = (statistics.median(values) for values in zip(*rounds, strict=True))
             print(f"{size:5} {name:14} {speed:8.2f} {ratio:6.3f} {first:9.2f} s {memory:6.0f} MB", flush=True)
 
 

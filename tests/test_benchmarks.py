@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import FluxKontextPipeline
 
-from benchmarks import faults
+from benchmarks import faults, peer, training_speed
 from benchmarks.fault_kinds import judging
 from benchmarks.fault_kinds.workshop import Reference
 from benchmarks.gpu.parts import PARTS
 from datamodules.shards.cache import Cache
+from report.tables import read_metrics
 from tests.support.commands import ROOT, run_code
 from tests.support.latents import fill
 
@@ -224,3 +226,24 @@ def test_rounds_of_faults_end_as_they_should(tmp_path):
     results = json.loads(output.read_text())["results"]
     assert len({one["fault"] for one in results}) > 2
     assert {one["outcome"] for one in results} <= {faults.SAME, faults.LINE}
+
+
+STEPS = """import sys, torch
+weight = torch.zeros(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=1.0)
+for _ in range(int(sys.argv[1])):
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_peers_script_is_timed_unchanged_and_its_pipeline_reads_77_tokens(tmp_path):
+    (tmp_path / "script.py").write_text(STEPS)
+    command = ["-m", "benchmarks.peer", "--launch", str(tmp_path / "steps.csv"), str(tmp_path / "script.py"), "6"]
+    measured = training_speed.measure(command, tmp_path / "steps.csv", peer.WARM_UP)
+    assert measured.seconds > measured.first > 0
+    assert [row["step"] for row in read_metrics(tmp_path / "steps.csv")] == list("123456")
+    peer.write_pipeline(tmp_path / "pipeline", None)
+    pipeline = FluxKontextPipeline.from_pretrained(tmp_path / "pipeline", dtype=torch.float32)
+    tokens = pipeline.tokenizer("a circle", padding="max_length", max_length=77, return_tensors="pt").input_ids
+    assert pipeline.text_encoder(tokens).pooler_output.shape == (1, pipeline.transformer.config.pooled_projection_dim)
