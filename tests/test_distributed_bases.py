@@ -5,10 +5,11 @@ import pytest
 from report.tables import read_validation
 from tests.support.commands import lora_bytes, short
 from tests.support.quantized import MODEL, quantized
-from tests.support.same_runs import assert_close, column
+from tests.support.same_runs import SMOOTH_ADAM, assert_close, column
 from tests.support.several_runs import DDP, FSDP
 
-SETTINGS = ["scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=float32"]
+# Where a sum of other order rounds an input to the next int8, a small gradient changes by more than rounding.
+SETTINGS = ["scheduler=constant", "data.caption_dropout_rate=0", "model.dtype=float32", SMOOTH_ADAM]
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_quantized_encoders_stay_near(repositories, model, format):
     image, embeds = torch.full((3, 28, 28), 99, dtype=torch.uint8), []
     for more in (
         [],
-        [f"model/quantization={format if format == 'fp8' else 'fp4'}", f"model.quantization.format={format}", which],
+        [f"model/quantization={format}", which],
     ):
         where = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}"]
         module = instantiate(compose("train", *where, *MODELS[model].settings, *more).model, _convert_="all")

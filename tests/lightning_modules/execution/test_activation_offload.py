@@ -33,7 +33,7 @@ class Counted(ActivationOffload):
 def test_offloaded_activations_give_the_same_bits(tiny):
     """Tested with every checkpointing policy, and after any previous step; weights stay on the device."""
     settings = ["model.offload.activations=true", "adapter.target_modules=all-linear"]
-    module = made(tiny, "tlora", "fp8", *settings)
+    module = made(tiny, "tlora", "int8_w8a8", *settings)
     assert isinstance(module.execution.saved_tensors(), ActivationOffload)
     plain, velocity = step(module), module.velocity
     weights = {weight.data_ptr() for weight in all_weights(module.transformer)}

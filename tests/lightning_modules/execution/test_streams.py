@@ -146,9 +146,9 @@ def offloading(tiny, adapter, base):
 
 def test_steps_on_streams_have_the_same_bits(tiny):
     """Four blocks take turns in two buffers."""
-    plain = step(made(tiny, "tlora", "fp8"))
+    plain = step(made(tiny, "tlora", "int8_w8a8"))
     with Streams() as streams:
-        module = offloading(tiny, "tlora", "fp8")
+        module = offloading(tiny, "tlora", "int8_w8a8")
         for _ in range(2):
             assert_same(step(module), plain)
         assert streams.copies >= 4
