@@ -84,6 +84,7 @@ _SETTINGS: dict[Number, str] = {
         adapter.full_matrix adapter.use_rslora adapter.text_encoders
         optimizer.fused optimizer.nesterov optimizer.decouple optimizer.use_bias_correction
         optimizer.safeguard_warmup optimizer.scale_parameter optimizer.relative_step optimizer.warmup_init
+        model.quantization.rotation captioner.quantization.rotation
         fuse delete overwrite
     """,
     SEED: "seed model.seed data.seed data.source.seed adapter.seed objective.seed callbacks.sample_images.seed",

@@ -226,7 +226,7 @@ def expected_quantization(source: TransformerSource) -> Quantization | None:
     format, own = source.expected_precision, source.quantization
     if own is not None and own.format == format:
         return own
-    return Quantization(format, (), ["transformer"]) if format in FORMATS else None
+    return Quantization(format, (), ["transformer"], False) if format in FORMATS else None
 
 
 def weight_bytes(source: TransformerSource) -> int:

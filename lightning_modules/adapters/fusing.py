@@ -18,6 +18,7 @@ from lightning_modules.pretrained.weights import (
     FileWeights,
     Weights,
     assemble,
+    rotated_group,
     save_quantized,
     stored_layer,
     write_tensors,
@@ -51,7 +52,7 @@ class FusedWeights(Weights):
 
     def __init__(self, source: TransformerSource, deltas: Mapping[str, Delta], device: torch.device) -> None:
         self.stored = source.weights()
-        self.dtypes = self.stored.dtypes
+        self.dtypes, self.notes = self.stored.dtypes, self.stored.notes
         self.rounding = Rounding()
         self._dtype = source.dtype
         self._linears = {name: layer for name, layer in source.meta.named_modules() if isinstance(layer, nn.Linear)}
@@ -88,7 +89,8 @@ def write_fused(
     weights, rounding = fused.stored, None
     with replacing_folder(folder) as unfinished:
         if weights.format is not None:  # plain layers stay as they are on disk
-            quantization = Quantization(weights.format, (), ("transformer",))
+            rotation = any(rotated_group(note) > 1 for note in weights.notes.values())
+            quantization = Quantization(weights.format, (), ("transformer",), rotation)
             transformer = source.empty()
             assemble(transformer, weights, dtype=source.dtype, device=device, quantization=None)
             rounding = _requantize(transformer, deltas, quantization)

@@ -18,7 +18,8 @@ from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from datamodules.hub import repository_file
 from lightning_modules.family import Family
-from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights
+from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, rotated_group
+from lightning_modules.quantization.eight_bit import GROUPS
 from lightning_modules.quantization.quantization import FORMATS, PLAIN
 
 log = logging.getLogger("retouch")
@@ -26,7 +27,8 @@ log = logging.getLogger("retouch")
 NOT_READ = "which is not read: use the model's 16-bit, fp8 or int8 weights, or a GGUF file of its transformer"
 # ComfyUI's names of the formats that are read, by weight dtype; other entries that its notes may have.
 COMFY = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8_tensorwise"}
-HARMLESS = {"full_precision_matrix_mult", "per_row", "per_channel"}
+HARMLESS = {"format", "full_precision_matrix_mult", "per_row", "per_channel", "params", "orig_dtype", "orig_shape"}
+ROTATED = {"convrot", "convrot_groupsize", "weight_rotated"}
 # Alternatives of files that a component needs. Without a vocabulary transformers creates an empty tokenizer.
 VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("vocab.json", "merges.txt"))
 PREPROCESSORS = (("preprocessor_config.json",), ("processor_config.json",))
@@ -172,12 +174,13 @@ def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
 def check_notes(weights: FileWeights, where: str) -> None:
     """Raise a UserError for layers that ComfyUI's notes say are quantized in a way that is not read."""
     for layer, note in weights.notes.items():
-        how = dict(note)
-        method = "ConvRot" if note.get("convrot") else how.pop("format", None)
-        if method != COMFY.get(weights.dtypes.get(f"{layer}.weight", "")) or any(
-            how[key] for key in how.keys() - HARMLESS
-        ):
-            raise UserError(f"{where} has {layer} quantized by {method or note}, {NOT_READ}")
+        name, format, group = f"{layer}.weight", note.get("format"), rotated_group(note)
+        dtype = weights.dtypes.get(name, "")
+        known = HARMLESS | ROTATED if dtype == "I8" else HARMLESS
+        if format != COMFY.get(dtype) or any(note[key] for key in note.keys() - known):
+            raise UserError(f"{where} has {layer} quantized by {format or note}, {NOT_READ}")
+        if group != 1 and (group not in GROUPS or weights.shapes[name][1] % group):
+            raise UserError(f"{where} has {layer} rotated in groups of {group}, {NOT_READ}")
 
 
 def refuse_method(config: Mapping[str, Any], where: str) -> None:

@@ -116,7 +116,7 @@ class Components:
         """Return the bytes of a model's weights; it may be on the meta device."""
         if (format := self.format(name)) is not None:
             kept = self.quantization.modules_to_not_convert if self.quantization and name in self.quantized else ()
-            return Quantization(format, kept, ()).nbytes(part, self.dtype)
+            return Quantization(format, kept, (), False).nbytes(part, self.dtype)
         return sum(parameter.numel() for parameter in part.parameters()) * self.dtype.itemsize
 
     def offload_to_cpu(self) -> None:

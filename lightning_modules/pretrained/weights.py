@@ -30,6 +30,7 @@ class Weights(Protocol):
     """Tensors by name."""
 
     dtypes: dict[str, str]  # by safetensors' names
+    notes: dict[str, dict[str, Any]]  # ComfyUI's, of how layers are quantized, by layer
 
     def read(self, name: str) -> Tensor:
         """Return a tensor that the caller may keep."""
@@ -43,7 +44,6 @@ class FileWeights(Weights, Protocol):
     """Tensors of files, which `map` returns."""
 
     shapes: dict[str, tuple[int, ...]]
-    notes: dict[str, dict[str, Any]]  # ComfyUI's, of how layers are quantized, by layer
 
     def read(self, name: str) -> Tensor:
         return self.map(name).clone()
@@ -67,14 +67,14 @@ class SafetensorsWeights(FileWeights):
         for file in files:
             with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
                 metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))
-                self.notes |= metadata.get("layers", {})
+                notes = metadata.get("layers", {})
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     part = opened.get_slice(name)
                     self.dtypes[name], self.shapes[name] = part.get_dtype(), tuple(part.get_shape())
                     self._file[name] = file
                     if name.endswith(".comfy_quant"):
-                        note = json.loads(bytes(opened.get_tensor(name).tolist()))
-                        self.notes[name.removesuffix(".comfy_quant")] = note
+                        notes[name.removesuffix(".comfy_quant")] = json.loads(bytes(opened.get_tensor(name).tolist()))
+                self.notes |= {layer: {**note.get("params", {}), **note} for layer, note in notes.items()}
         self._open: tuple[Path, Any] | None = None
         self._touched = 0
 
@@ -154,6 +154,11 @@ def assemble(
     return_freed_memory()
 
 
+def rotated_group(note: dict[str, Any]) -> int:
+    """Return how many inputs are rotated together according to ComfyUI's note of a layer; 1 for none."""
+    return note.get("convrot_groupsize", 256) if note.get("convrot") else 1
+
+
 def stored_layer(
     linear: nn.Linear, name: str, weights: Weights, device: torch.device, dtype: torch.dtype
 ) -> QuantizedLinear | None:
@@ -164,7 +169,8 @@ def stored_layer(
     parts = {key[len(start) :]: weights.map(key).to(device) for key in weights.dtypes if key.startswith(start)}
     if "bias" in parts:
         parts["bias"] = parts["bias"].to(dtype)
-    found = (row.read(parts, name, dtype) for row in FORMATS.values())
+    group = rotated_group(weights.notes.get(name, {}))
+    found = (row.read(parts, name, dtype, group) for row in FORMATS.values())
     layer = next((layer for layer in found if layer is not None), None)
     if layer is not None:
         _require_shape(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
@@ -183,6 +189,10 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
     from huggingface_hub import save_torch_state_dict
 
     state = {name: tensor.contiguous() for name, tensor in transformer.state_dict().items()}
+    for name, module in transformer.named_modules():
+        if isinstance(module, QuantizedLinear) and module.group > 1:  # as ComfyUI notes it
+            note = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": module.group}
+            state[f"{name}.comfy_quant"] = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
     plain = [name for name, module in transformer.named_modules() if type(module) is nn.Linear]
     format, four_bit = quantization.format, FORMATS[quantization.format].is_four_bit
     # diffusers must not read our scales as its own.

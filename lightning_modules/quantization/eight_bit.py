@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from datamodules.files import reason
+from lightning_modules.execution.blocks import without_autocast
 from lightning_modules.quantization.linear import (
+    PIECE,
     SCALED,
     SCALES,
     STORAGES,
@@ -34,6 +36,8 @@ FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 # Tensor cores need matrices whose sides are multiples of this.
 TILE = 16
+# Sizes of groups of rotated inputs: powers of four, in ComfyUI's files the largest.
+GROUPS = (256, 64, 16, 4)
 # Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
 PROBE = (256, 3072)
 
@@ -61,10 +65,10 @@ class EightBit(Storage):
         raise NotImplementedError
 
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return scaled_rows(*_with_scale(parts), dtype)
+        return rotate(scaled_rows(*_with_scale(parts), dtype), self.group)
 
     def round_inputs(self, x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        return round_rows(x, self.inputs) if self.runs(x, parts[0]) else []
+        return round_rows(x, self.inputs, group=self.group) if self.runs(x, parts[0]) else []
 
     def round_gradients(self, grad: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
@@ -86,7 +90,10 @@ class EightBit(Storage):
         if not rounded:
             return super().input_gradient(grad, rounded, parts, shape)
         rows, row_scales = rounded
-        return self.multiply(rows, row_scales, parts[0], None, None, grad.dtype).view(*grad.shape[:-1], shape[1])
+        x = self.multiply(rows, row_scales, parts[0], None, None, grad.dtype)
+        if self.group > 1:
+            _rotate(x, x, self.group)
+        return x.view(*grad.shape[:-1], shape[1])
 
 
 class Float8(EightBit):
@@ -116,9 +123,16 @@ class Float8(EightBit):
 
 
 class Int8(EightBit):
-    """An int8 weight, multiplied by int8 inputs and gradients."""
+    """An int8 weight, multiplied by int8 inputs and gradients.
+
+    Args:
+        group: inputs that are rotated together, as were those of the weight; 1 for none.
+    """
 
     inputs = gradients = torch.int8
+
+    def __init__(self, group: str = "1") -> None:
+        self.group = int(group)
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
         fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
@@ -156,7 +170,7 @@ def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:
     return QuantizedLinear("fp8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, weight_scale=scale)
 
 
-def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:
+def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
     """Build a float8 layer with one scale, a scale for each row, or none; a `Read`."""
     weight, scale = parts["weight"], stored_scale(parts, name)
     if weight.dtype not in FLOAT8.values():
@@ -178,13 +192,21 @@ def quantize_int8(linear: nn.Linear) -> QuantizedLinear:
     return QuantizedLinear("int8_w8a8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, SCB=maxima)
 
 
-def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> QuantizedLinear | None:
+def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
     """Build a layer in bitsandbytes' layout or in ComfyUI's int8_tensorwise; a `Read`."""
     weight, scale = parts["weight"], stored_scale(parts, name)
     if weight.dtype != torch.int8:
         return None
     scales = {"SCB": parts["SCB"].float()} if scale is None else {"weight_scale": scale}
-    return QuantizedLinear("int8_w8a8", weight.shape, dtype, parts.get("bias"), weight=weight, **scales)
+    return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, dtype, parts.get("bias"), weight=weight, **scales)
+
+
+def quantize_rotated(linear: nn.Linear) -> QuantizedLinear:
+    """Quantize to int8 after rotating in the largest groups that fit; stored as ComfyUI stores it."""
+    group = next((size for size in GROUPS if linear.in_features % size == 0), 1)
+    weight, scale = in_pieces(lambda rows: _round_rows(rotate(rows.float(), group), torch.int8, None), linear.weight)
+    parts, dtype = {"weight": weight, "weight_scale": scale}, linear.weight.dtype
+    return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, dtype, linear.bias, **parts)
 
 
 FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, FLOAT8, SCALED, SCALES, marker="scaled_fp8")
@@ -241,20 +263,59 @@ def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_sca
 _last: tuple[object, list[Tensor]] = (None, [])
 
 
-def round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None) -> list[Tensor]:
-    """Round (..., k), times factors (1, k) or (1, 1), to 8 bits -> (n, k), and scales (n, 1) in float32."""
+def round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None, group: int = 1) -> list[Tensor]:
+    """Round (..., k), rotated, or times factors (1, k) or (1, 1), to 8 bits -> (n, k), and scales (n, 1) in float32."""
     global _last
     flat = x.reshape(-1, x.shape[-1])
     # A single row (modulation) would be one more graph.
     if torch.compiler.is_compiling() or len(flat) == 1:
-        return list(_round_rows(flat, dtype, factors))
+        return list(_round_rows(rotate(flat, group), dtype, factors))
     if factors is not None or x.is_inference():
-        return list(fused(_round_rows, flat, dtype, factors))
+        return list(fused(_round_rows, rotate(flat, group), dtype, factors))
     layout = x.storage_offset(), x.shape, x.stride(), x.dtype
-    key = StorageWeakRef(x.untyped_storage()), x._version, layout, dtype
+    key = StorageWeakRef(x.untyped_storage()), x._version, layout, dtype, group
     if _last[0] != key:
-        _last = key, list(fused(_round_rows, flat, dtype, None))
+        _last = key, list(fused(_round_rows, rotate(flat, group), dtype, None))
     return _last[1]
+
+
+def rotate(x: Tensor, group: int) -> Tensor:
+    """Rotate each group of (n, k), which spreads outliers (ConvRot, arXiv 2512.03673); a second rotation returns x."""
+    return x if group == 1 else _rotated(x, group)
+
+
+# An operator: torch.compile would trace the matrices.
+@torch.library.custom_op("retouch::rotated", mutates_args=())
+def _rotated(x: Tensor, group: int) -> Tensor:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _rotate(x, y, group)
+    return y
+
+
+_rotated.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+def _rotate(x: Tensor, y: Tensor, group: int) -> None:
+    """Write a rotated tensor (n, k) to y, which may be x."""
+    # On a CPU, two small factors of the matrix and pieces in its cache take a quarter of the time.
+    side, count = (min(group, 16), PIECE // x.shape[1]) if x.device.type == "cpu" else (group, len(x))
+    right, left = _hadamard(side, x.dtype, x.device), _hadamard(group // side, x.dtype, x.device)
+    with without_autocast(x.device):
+        for rows, rotated in zip(x.split(max(1, count)), y.split(max(1, count)), strict=True):
+            parts = (rows.reshape(-1, side) @ right).view(-1, len(left), side)
+            rotated.copy_((parts if len(left) == 1 else left @ parts).view(rotated.shape))
+
+
+@cache
+def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the regular Hadamard matrix (size, size) of a power of four, over its root: orthogonal and symmetric."""
+    matrix, factor = (
+        torch.ones(1, 1, dtype=dtype, device=device),
+        0.5 - torch.eye(4, dtype=dtype, device=device).flip(0),
+    )
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, factor)
+    return matrix
 
 
 def _round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ def quantize_four_bit(quant_type: str, linear: nn.Linear) -> FourBitLinear:
     return FourBitLinear(packed, state, linear.bias, dtype)
 
 
-def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> FourBitLinear | None:
+def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> FourBitLinear | None:
     """Build a layer in bitsandbytes' layout; a `Read`."""
     weight = parts["weight"]
     if weight.dtype != torch.uint8:

@@ -42,6 +42,8 @@ SCALED = "|".join((*SCALES, *HINTS, "comfy_quant"))
 class Storage:
     """Arithmetic of a frozen weight W (out, in) that is stored in parts."""
 
+    group = 1  # inputs that are rotated together; 1 for none
+
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return W (out, in)."""
         raise NotImplementedError
@@ -130,6 +132,7 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.storage = storage
         self._arithmetic = _storage(storage)
+        self.group = self._arithmetic.group
         self.out_features, self.in_features = shape
         self.compute_dtype = dtype  # the name that peft and diffusers look for
         self._dtypes = {name: part.dtype for name, part in parts.items()}
@@ -172,9 +175,9 @@ def _storage(name: str) -> Storage:
     return STORAGES[kind](*arguments)
 
 
-# Builds a layer from its tensors (on its device, named without the layer's name, the bias in its final dtype), its name
-# and the dtype of unquantized weights; returns None for another format.
-Read = Callable[[Mapping[str, Tensor], str, torch.dtype], QuantizedLinear | None]
+# Builds a layer from its tensors (on its device, named without the layer's name, the bias in its final dtype), its
+# name, the dtype of unquantized weights, and how many inputs are rotated together; returns None for another format.
+Read = Callable[[Mapping[str, Tensor], str, torch.dtype, int], QuantizedLinear | None]
 
 
 @dataclass(frozen=True)

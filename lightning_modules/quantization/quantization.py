@@ -13,7 +13,7 @@ from torch import nn
 from datamodules.errors import UserError
 from datamodules.files import reason
 from lightning_modules.execution.blocks import without_autocast
-from lightning_modules.quantization.eight_bit import FP8, INT8
+from lightning_modules.quantization.eight_bit import FP8, INT8, quantize_rotated
 from lightning_modules.quantization.four_bit import FP4, NF4
 
 # safetensors' names of unquantized dtypes.
@@ -45,10 +45,15 @@ class Quantization:
     format: str  # a key of `FORMATS`
     modules_to_not_convert: Collection[str]  # full names of linear layers that are not quantized; * matches anything
     components_to_quantize: Collection[str]  # of the pipeline: `transformer`, text encoders
+    rotation: bool  # whether inputs are rotated before they are rounded
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise UserError(f"model.quantization.format={self.format}: choose {', '.join(FORMATS)}")
+        if self.rotation and self.format != "int8_w8a8":
+            raise UserError(
+                f"model.quantization.rotation=true: {self.format} rotates nothing. Set model/quantization=int8_w8a8."
+            )
 
     @property
     def source_dtypes(self) -> set[str]:
@@ -79,7 +84,8 @@ class Quantization:
         device = linear.weight.device
         try:
             with without_autocast(device):  # which cannot concatenate float8
-                return FORMATS[self.format].quantize(linear.requires_grad_(False))
+                quantize = quantize_rotated if self.rotation else FORMATS[self.format].quantize
+                return quantize(linear.requires_grad_(False))
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
             raise UserError(
                 f"model.quantization: {self.format} does not run on {device} here: {reason(error)}"

@@ -28,6 +28,7 @@ CASES = {
     "full": (WHOLE, [*PLAIN, "adapter=full"], "aten::mm"),
     "fp8": (WHOLE, [*STREAMED, *FP8], "aten::_scaled_mm"),
     "int8_w8a8": (WHOLE, [*STREAMED, *INT8], "aten::_int_mm"),
+    "rotated": (WHOLE, [*STREAMED, *INT8, "model.quantization.rotation=true"], "aten::_int_mm"),
     "nf4": (WHOLE, [*PLAIN, *NF4], "bitsandbytes::dequantize_4bit"),
     "lokr": ("flux_kontext", [*STREAMED, *FP8, *OTHERS["lokr"]], "aten::_scaled_mm"),
 }

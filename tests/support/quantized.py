@@ -12,9 +12,9 @@ MODEL = ["model=flux_kontext_fp8", *FLUX["settings"]]
 CPU = torch.device("cpu")
 
 
-def quantization(format, skip=()):
+def quantization(format, skip=(), rotation=False):
     """Return the settings that quantize a transformer."""
-    return Quantization(format, skip, ["transformer"])
+    return Quantization(format, skip, ["transformer"], rotation)
 
 
 def load(folder, class_name="FluxTransformer2DModel", dtype=torch.bfloat16, quantization=None):

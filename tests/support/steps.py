@@ -13,6 +13,7 @@ BASES = {
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
     "fp4": ["model/quantization=fp4"],
     "int8_w8a8": ["model/quantization=int8_w8a8"],
+    "rotated": ["model/quantization=int8_w8a8", "model.quantization.rotation=true"],
 }
 
 

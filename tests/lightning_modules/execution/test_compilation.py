@@ -26,7 +26,8 @@ def exactly(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "base"), first(1, [("tlora", "fp8"), ("loha", "nf4"), ("oft", "fp8"), ("dora", "int8_w8a8")])
+    ("adapter", "base"),
+    first(1, [("tlora", "fp8"), ("loha", "nf4"), ("oft", "fp8"), ("dora", "int8_w8a8"), ("lora", "rotated")]),
 )
 def test_compiled_blocks_give_the_same_bits(tiny, exactly, adapter, base):
     plain = step(with_a_block_of_each_kind(made(tiny, adapter, base)))

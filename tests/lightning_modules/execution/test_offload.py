@@ -88,7 +88,7 @@ class Elsewhere(str):
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_components_compute_the_same_before_and_after_they_rest(tiny, format):
-    settings = None if format is None else Quantization(format, ["*.wo"], ["text_encoder_2"])
+    settings = None if format is None else Quantization(format, ["*.wo"], ["text_encoder_2"], False)
     places = {"vae": None, "text_encoder": None}
     parts = Components(str(tiny), None, torch.float32, places, lambda: Elsewhere("cpu"), StageTimer(), settings)
 

@@ -15,10 +15,12 @@ from torch import nn
 from datamodules.errors import UserError
 from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.families.z_image.module import NATIVE_NAMES
+from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained.repository import meta_component, shipped_configuration
 from lightning_modules.pretrained.single_file import GGUFWeights
 from lightning_modules.pretrained.transformer import TransformerSource
+from lightning_modules.quantization.eight_bit import rotate
 from lightning_modules.quantization.linear import SCALES, QuantizedLinear
 from tests.support.commands import compose, run_task
 from tests.support.foreign_files import native_state
@@ -66,7 +68,10 @@ class Files:
             if scale_name:
                 found[f"{layer}.{scale_name}"] = scale
             if note:
-                found[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+                said = {
+                    name: value for name, value in note.items() if tensor.shape[1] % 4 == 0 or "convrot" not in name
+                }
+                found[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
         return found
 
     def write(self, state: dict[str, torch.Tensor], name: str = "model.safetensors", prefix: str = ""):
@@ -89,6 +94,11 @@ def fp8(dtype):
 def int8(weight, maxima):
     scale = maxima / 127
     return (weight / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def convrot(weight, _):
+    rotated = rotate(weight, 4 if weight.shape[1] % 4 == 0 else 1)
+    return int8(rotated, rotated.abs().amax(1, keepdim=True).clamp_min(1e-6))
 
 
 def gguf_file(files, type):
@@ -155,6 +165,7 @@ QUANTIZED = {
     "fp8 by ComfyUI": (fp8(E4M3), "weight_scale", False, {"format": "float8_e4m3fn"}),
     "int8": (int8, "weight_scale", False, INT8_NOTE),
     "int8 a row": (int8, "weight_scale", True, {**INT8_NOTE, "per_row": True}),
+    "ConvRot": (convrot, "weight_scale", True, {**INT8_NOTE, "convrot": True, "convrot_groupsize": 4}),
 }
 
 
@@ -173,6 +184,8 @@ def test_quantized_weights_are_loaded_as_they_are(model, way, files_of):
         if key.endswith((*SCALES, "comfy_quant")):
             continue
         values[key] = tensor.float() * (scales[0] if scales and key.endswith(".weight") else 1)
+        if way == "ConvRot" and tensor.dtype == torch.int8 and tensor.shape[1] % 4 == 0:
+            values[key] = rotate(values[key], 4)
     expected = files.source(files.write(values, "values.safetensors"), dtype=torch.float32).load(CPU)
     own = dequantized(loaded)
     for name, parameter in expected.named_parameters():
@@ -235,13 +248,20 @@ def test_a_training_step_is_that_of_the_repository(model, files_of):
     assert not [name for name in steps[0] if not torch.equal(steps[0][name], steps[1][name])]
 
 
-@pytest.mark.parametrize("format", ["fp8", "int8"])
+@pytest.mark.parametrize("format", ["fp8 by ComfyUI", "int8", "ConvRot"])
 def test_a_quantized_file_with_a_lora_in_it_is_written_and_read(format, flux, tmp_path):
     """Joined layers share a scale in the file, and have one each in the folder."""
-    quantize = {"fp8": fp8(E4M3), "int8": int8}[format]
-    source = flux.source(flux.write(flux.quantized(quantize, "weight_scale", False)))
+    source = flux.source(flux.write(flux.quantized(*QUANTIZED[format])))
     write_fused(source, {}, tmp_path / "fused", CPU)
-    assert_equal(flux.source(tmp_path / "fused").load(CPU), dequantized(source.load(CPU)))
+    before = source.load(CPU)
+    assert_equal(flux.source(tmp_path / "fused").load(CPU), dequantized(before))
+    name, layer = next((name, one) for name, one in before.named_modules() if isinstance(one, QuantizedLinear))
+    delta = LowRank(torch.ones(1, layer.in_features), torch.ones(layer.out_features, 1))
+    write_fused(source, {name: delta}, tmp_path / "updated", CPU)
+    updated = flux.source(tmp_path / "updated").load(CPU).get_submodule(name)
+    assert (updated.group > 1) == (format == "ConvRot")
+    change = updated.dequantize(torch.float32) - layer.dequantize(torch.float32)
+    assert (change.mean() - 1).abs() < 0.05
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +334,7 @@ REFUSED = {
     "nvfp4": (noted(format="nvfp4"), "quantized by nvfp4, which is not read: use the model's 16-bit"),
     "nvfp4 without a note": (changed(img_in__weight_scale_2=ONE), "quantized to nvfp4"),
     "mxfp8": (noted(format="mxfp8"), "quantized by mxfp8"),
-    "ConvRot": (noted(format="int8_tensorwise", convrot=True), "quantized by ConvRot"),
+    "ConvRot in 4 bits": (noted(format="convrot_w4a4", convrot_groupsize=256), "quantized by convrot_w4a4"),
     "a missing tensor": (changed(img_in__bias=None), "lacks x_embedder.bias"),
     "an unknown tensor": (changed(double_blocks__9__mystery=ONE), "has double_blocks.9.mystery, for which"),
     "4 bits of joined layers": (

@@ -203,7 +203,7 @@ REFUSED = {
         {"weight": torch.zeros(32, 64, dtype=E4M3)},
         f"{LAYER}.weight of 32x64, FluxTransformer2DModel of 64x64",
     ),
-    "ConvRot": (int8(note={"convrot": True}), {}, "quantized by ConvRot, which is not read"),
+    "ConvRot": (int8(note={"convrot": True}), {}, "rotated in groups of 256, which is not read"),
     "nvfp4": (fp8("weight_scale"), {"weight_scale_2": torch.ones(())}, "weight_scale_2, for which its model has no pl"),
 }
 
