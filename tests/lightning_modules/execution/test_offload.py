@@ -24,7 +24,7 @@ def build(tiny, *more, adapter="lora", base="bf16"):
 
 @pytest.mark.parametrize(
     ("base", "adapter"),
-    [("fp8", "ortho_tlora"), ("int8_w8a8", "tlora"), ("bf16", "lora")],
+    [("fp8", "ortho_tlora"), ("int8_w8a8", "tlora"), ("rotated", "lora"), ("bf16", "lora")],
 )
 def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
     whole = step(build(tiny, adapter=adapter, base=base))
@@ -35,7 +35,7 @@ def test_streamed_blocks_compute_the_same_bitwise(tiny, base, adapter):
 @pytest.mark.slow
 def test_what_waits_is_what_the_dry_run_says(tiny):
     """They differ only by the rounding of each layer's place."""
-    for base in ("bf16", "fp8", "int8_w8a8", "nf4"):
+    for base in ("bf16", "fp8", "int8_w8a8", "rotated", "nf4"):
         plain = blocks(build(tiny, base=base).transformer).values()
         sizes = [sum(layer.weight.nbytes for layer in streamed_linears(block)) for block in plain]
         source = build(tiny, "model.offload.blocks=4", base=base).base.source

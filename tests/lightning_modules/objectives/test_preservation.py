@@ -32,7 +32,7 @@ def asked():
 
 
 @pytest.mark.parametrize("adapter", first(2, ["lora", "tlora", "ortho_tlora"]))
-@pytest.mark.parametrize("base", ["float32", "bf16", "fp8", "int8_w8a8", "nf4"])
+@pytest.mark.parametrize("base", ["float32", "bf16", "fp8", "int8_w8a8", "rotated", "nf4"])
 def test_base_is_bitwise_the_transformer_without_its_adapter(tiny, base, adapter):
     module = made(tiny, adapter, base)
     with autocast(module):
