@@ -157,10 +157,10 @@ class TransformerSource:
         stored = f", {weights.format} on disk" if weights.format and weights.format == self.precision else how
         log.info(f"loading transformer{f' of {self.file.name}' if self.file else ''}{stored}")
         assemble(model, weights, dtype=self.dtype, device=device, quantization=quantization, placement=placement)
-        storages = {getattr(module, "storage", None) for module in model.modules()}
+        storages = {getattr(module, "storage", "").split(" ")[0] for module in model.modules()}
         for format, multiplies in {"fp8": has_tensor_cores, "int8_w8a8": multiplies_int8}.items():
             if format in storages:  # nothing else shows that tensor cores stay idle
-                how = "products in 8 bits" if multiplies(device) else f"weights only, {device} has no such products"
+                how = "products in 8 bits" if multiplies(device) else f"weights only; {device} does not multiply in 8 bits"
                 log.info(f"{format}: {how}")
         return model.requires_grad_(False).eval()
 

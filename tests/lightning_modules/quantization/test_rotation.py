@@ -174,10 +174,12 @@ def test_another_rotation_is_refused(source, tmp_path, kind):  # noqa: F811
     assert "\n" not in str(raised.value)
 
 
-def test_a_rotated_transformer_is_saved_and_loaded_bitwise(repositories, tmp_path):
+def test_a_rotated_transformer_is_saved_and_loaded_bitwise(repositories, tmp_path, caplog):
     model = load(repositories["flux_kontext"], quantization=ROTATED)
     save_quantized(model, ROTATED, tmp_path)
-    again = load(tmp_path)
+    with caplog.at_level("INFO", "retouch"):
+        again = load(tmp_path)
+    assert "int8_w8a8: products in 8 bits" in caplog.text
     assert again.get_submodule(LAYER).group == 64
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
