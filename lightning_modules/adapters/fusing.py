@@ -18,7 +18,6 @@ from lightning_modules.pretrained.weights import (
     FileWeights,
     Weights,
     assemble,
-    rotated_group,
     save_quantized,
     stored_layer,
     write_tensors,
@@ -89,11 +88,10 @@ def write_fused(
     weights, rounding = fused.stored, None
     with replacing_folder(folder) as unfinished:
         if weights.format is not None:  # plain layers stay as they are on disk
-            rotation = any(rotated_group(note) > 1 for note in weights.notes.values())
-            quantization = Quantization(weights.format, (), ("transformer",), rotation)
+            quantization = Quantization(weights.format, (), ("transformer",), False)
             transformer = source.empty()
             assemble(transformer, weights, dtype=source.dtype, device=device, quantization=None)
-            rounding = _requantize(transformer, deltas, quantization)
+            rounding = _requantize(transformer, deltas)
             save_quantized(transformer, quantization, unfinished)
         elif source.quantization is not None:
             transformer = source.empty()
@@ -115,7 +113,7 @@ def fuse_to_file(source: TransformerSource, deltas: Mapping[str, Delta], path: P
     return fused.rounding
 
 
-def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantization: Quantization) -> Rounding:
+def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta]) -> Rounding:
     """Add deltas to a transformer whose layers are already quantized."""
     rounding = Rounding()
     for name, delta in deltas.items():
@@ -128,7 +126,7 @@ def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta], quantizatio
         new.weight = nn.Parameter(wanted.to(dtype), requires_grad=False)
         new.bias = layer.bias
         if quantized:
-            new = quantization.quantize(new)
+            new = Quantization(layer.storage.split()[0], (), (), layer.group > 1).quantize(new)
         rounding.note(before, wanted, new.dequantize(torch.float32) if quantized else new.weight)
         transformer.set_submodule(name, new)
         return_freed_memory()

@@ -26,8 +26,7 @@ def source_of(folder, *more, dtype="float32"):
 
 
 def quantized(format):
-    group = format if format in ("fp8", "fp4") else "fp4"
-    return [f"model/quantization={group}", f"model.quantization.format={format}"]
+    return [f"model/quantization={format}", f"model.quantization.rotation={str(format == 'int8_w8a8').lower()}"]
 
 
 def updates_of(transformer, dora=False):
@@ -91,7 +90,7 @@ def relative(one, other):
     return float((one.float() - other.float()).norm() / other.float().norm())
 
 
-@pytest.mark.parametrize(("format", "most"), [("fp8", 0.04), ("nf4", 0.15)])
+@pytest.mark.parametrize(("format", "most"), [("fp8", 0.04), ("int8_w8a8", 0.01), ("nf4", 0.15)])
 def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized_unless_written_to_one_file(
     tiny, tmp_path, format, most
 ):
@@ -116,6 +115,7 @@ def test_a_base_that_is_quantized_on_disk_is_dequantized_added_to_and_quantized_
             for one in (module, loaded.get_submodule(name))
         )
         unquantized = file.read(f"{name}.weight")
+        assert getattr(loaded.get_submodule(name), "group", 1) == getattr(module, "group", 1)
         if name not in updates:
             assert torch.equal(old, new), name
             assert torch.equal(old.bfloat16(), unquantized), name
