@@ -262,7 +262,8 @@ def fused(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, OSError) as error:
-        log.warning(f"note: quantized layers are slower than they could be: torch.compile fails here: {reason(error)}")
+        if not _UNFUSED:
+            log.warning(f"note: quantized layers are slower than possible: torch.compile fails here: {reason(error)}")
         _UNFUSED.add(kind)
         return run(x, *args)
 
