@@ -179,17 +179,16 @@ def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: 
     return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
 
 
-def quantize_int8(linear: nn.Linear) -> QuantizedLinear:
-    """Quantize by optimum-quanto; stored as bitsandbytes stores int8 (arXiv 2208.07339), which diffusers reads."""
-    from optimum.quanto import absmax_scale, qint8
+def quantize_int8(linear: nn.Linear, groups: Sequence[int] = ()) -> QuantizedLinear:
+    """Quantize, stored as bitsandbytes stores int8 (arXiv 2208.07339), which diffusers reads; rotated as in ComfyUI.
 
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows.float()
-        scale = absmax_scale(rows, qint8, axis=0)
-        return torch.ops.quanto.quantize_symmetric(rows, torch.int8, 0, scale), 127 * scale.flatten()
-
-    weight, maxima = in_pieces(quantize, linear.weight.data)
-    return QuantizedLinear("int8_w8a8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, SCB=maxima)
+    Args:
+        groups: sizes of groups of rotated inputs, of which the first that fits is used.
+    """
+    group = next((size for size in groups if linear.in_features % size == 0), 1)
+    weight, scale = in_pieces(lambda rows: _round_rows(rotate(rows.float(), group), torch.int8, None), linear.weight)
+    parts = {"weight": weight} | ({"SCB": 127 * scale.flatten()} if group == 1 else {"weight_scale": scale})
+    return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, linear.weight.dtype, linear.bias, **parts)
 
 
 def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
@@ -199,14 +198,6 @@ def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group:
         return None
     scales = {"SCB": parts["SCB"].float()} if scale is None else {"weight_scale": scale}
     return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, dtype, parts.get("bias"), weight=weight, **scales)
-
-
-def quantize_rotated(linear: nn.Linear) -> QuantizedLinear:
-    """Quantize to int8 after rotating in the largest groups that fit; stored as ComfyUI stores it."""
-    group = next((size for size in GROUPS if linear.in_features % size == 0), 1)
-    weight, scale = in_pieces(lambda rows: _round_rows(rotate(rows.float(), group), torch.int8, None), linear.weight)
-    parts, dtype = {"weight": weight, "weight_scale": scale}, linear.weight.dtype
-    return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, dtype, linear.bias, **parts)
 
 
 FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, FLOAT8, SCALED, SCALES, marker="scaled_fp8")
@@ -266,7 +257,7 @@ _last: tuple[object, list[Tensor]] = (None, [])
 def round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None, group: int = 1) -> list[Tensor]:
     """Round (..., k), rotated, or times factors (1, k) or (1, 1), to 8 bits -> (n, k), and scales (n, 1) in float32."""
     global _last
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1]).contiguous()  # as products read the result
     # A single row (modulation) would be one more graph.
     if torch.compiler.is_compiling() or len(flat) == 1:
         return list(_round_rows(rotate(flat, group), dtype, factors))
@@ -274,9 +265,10 @@ def round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None, gro
         return list(fused(_round_rows, rotate(flat, group), dtype, factors))
     layout = x.storage_offset(), x.shape, x.stride(), x.dtype
     key = StorageWeakRef(x.untyped_storage()), x._version, layout, dtype, group
-    if _last[0] != key:
-        _last = key, list(fused(_round_rows, rotate(flat, group), dtype, None))
-    return _last[1]
+    last = _last  # CUDA's backward pass has its own thread
+    if last[0] != key:
+        last = _last = key, list(fused(_round_rows, rotate(flat, group), dtype, None))
+    return last[1]
 
 
 def rotate(x: Tensor, group: int) -> Tensor:

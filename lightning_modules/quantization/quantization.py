@@ -5,6 +5,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from datamodules.errors import UserError
 from datamodules.files import reason
 from lightning_modules.execution.blocks import without_autocast
-from lightning_modules.quantization.eight_bit import FP8, INT8, quantize_rotated
+from lightning_modules.quantization.eight_bit import FP8, GROUPS, INT8, quantize_int8
 from lightning_modules.quantization.four_bit import FP4, NF4
 
 # safetensors' names of unquantized dtypes.
@@ -84,7 +85,7 @@ class Quantization:
         device = linear.weight.device
         try:
             with without_autocast(device):  # which cannot concatenate float8
-                quantize = quantize_rotated if self.rotation else FORMATS[self.format].quantize
+                quantize = partial(quantize_int8, groups=GROUPS) if self.rotation else FORMATS[self.format].quantize
                 return quantize(linear.requires_grad_(False))
         except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, OSError) as error:
             raise UserError(

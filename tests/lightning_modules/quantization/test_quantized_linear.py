@@ -154,9 +154,9 @@ def test_int8_products_add_the_rounding_of_activations_and_gradients():
 
 
 def test_layers_with_one_input_round_it_once(monkeypatch):
+    q, k = (quantization("int8_w8a8").quantize(linear()) for _ in range(2))
     rounds, round_rows = [], eight_bit._round_rows
     monkeypatch.setattr(eight_bit, "_round_rows", lambda x, *args: rounds.append(x) or round_rows(x, *args))
-    q, k = (quantization("int8_w8a8").quantize(linear()) for _ in range(2))
     x = torch.randn(32, 128)
     first = q(x)
     assert torch.equal(k(x), first)
@@ -167,6 +167,7 @@ def test_layers_with_one_input_round_it_once(monkeypatch):
     del x
     k(torch.ones(32, 128))  # usually in the memory that was freed
     assert len(rounds) == 3
+    assert eight_bit.round_rows(torch.randn(1, 128, 32).transpose(1, 2), torch.int8)[0].is_contiguous()  # for Triton
     with torch.inference_mode():
         x = torch.randn(32, 128)
         assert not torch.equal(q(x), q(x.mul_(2)))
