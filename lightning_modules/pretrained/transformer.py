@@ -160,7 +160,7 @@ class TransformerSource:
         storages = {getattr(module, "storage", "").split(" ")[0] for module in model.modules()}
         for format, multiplies in {"fp8": has_tensor_cores, "int8_w8a8": multiplies_int8}.items():
             if format in storages:  # nothing else shows that tensor cores stay idle
-                how = "products in 8 bits" if multiplies(device) else f"weights only; {device} does not multiply in 8 bits"
+                how = "products in 8 bits" if multiplies(device) else f"weights only; {device} has no 8-bit products"
                 log.info(f"{format}: {how}")
         return model.requires_grad_(False).eval()
 
