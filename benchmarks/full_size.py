@@ -43,6 +43,7 @@ PRECISIONS = {
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
     "fp4": ["model/quantization=fp4"],
     "int8_w8a8": ["model/quantization=int8_w8a8"],
+    "int8_w8a8, not rotated": ["model/quantization=int8_w8a8", "model.quantization.rotation=false"],
 }
 
 

@@ -23,11 +23,9 @@ COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "s
 BASES = {
     "float32": [],
     "bf16": ["model.dtype=bfloat16"],
-    **{
-        name: ["model.dtype=bfloat16", f"model/quantization={group}", f"model.quantization.format={name}"]
-        for name, group in (("fp8", "fp8"), ("int8_w8a8", "int8_w8a8"), ("nf4", "fp4"), ("fp4", "fp4"))
-    },
+    **{name: ["model.dtype=bfloat16", f"model/quantization={name}"] for name in ("fp8", "int8_w8a8", "nf4", "fp4")},
 }
+BASES["int8_w8a8, not rotated"] = [*BASES["int8_w8a8"], "model.quantization.rotation=false"]
 # Overrides of each row, and for a LoRA that moves to another base the overrides of that base.
 SETS: dict[str, dict[str, list[list[str]]]] = {
     "rank": {"rank 4": [["adapter.rank=4"]], "rank 16": [[]], "rank 64": [["adapter.rank=64"]]},

@@ -29,7 +29,7 @@ MODEL, DEPTH, SIDE, TEXT_TOKENS = "flux_kontext", 1, 128, 64
 TIMESTEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # Precisions of full_size.py, and settings; fp8 is multiplied in 8 bits, as on GPUs, unless its name denies it.
 FORMATS = {"bf16": ["bf16"], "fp8, weights only": ["fp8"], "fp8": ["fp8"], "int8_w8a8": ["int8_w8a8"], "nf4": ["nf4"]}
-FORMATS |= {"int8_w8a8, rotated": ["int8_w8a8", "model.quantization.rotation=true"]}
+FORMATS |= {"int8_w8a8, not rotated": ["int8_w8a8", "model.quantization.rotation=false"]}
 KINDS = {
     "q, k, v": ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"),
     "to_out": ("to_out.0", "to_add_out"),

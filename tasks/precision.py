@@ -77,8 +77,8 @@ def compare_precision(cfg: DictConfig, _: Path) -> None:
     columns = [[*(f"{band / BANDS:.1f} to {(band + 1) / BANDS:.1f}" for band in range(BANDS)), "mean", "weights"]]
     for format in FORMATS:
         table.add_column(format, justify="right")
-        more = {"components_to_quantize": ["transformer"], "rotation": settings.rotation and format == "int8_w8a8"}
-        quantization = instantiate(settings, format=format, **more)
+        rotation = format == "int8_w8a8" and (settings.rotation or settings.format != format)
+        quantization = instantiate(settings, format=format, components_to_quantize=["transformer"], rotation=rotation)
         quantized, size = _velocities(module, quantization, batches)
         errors = (quantized - exact).norm(dim=1) / exact.norm(dim=1)
         columns.append([*(f"{100 * error:.2f} %" for error in (*errors.tolist(), errors.mean().item())), decimal(size)])

@@ -29,7 +29,7 @@ DISK_ERRORS = {
 OUT_OF_MEMORY = (
     "out of GPU memory: use smaller batches (data.batch_size with more trainer.accumulate_grad_batches, batch_size, "
     "captioner.batch_size) or images (data.resolution, max_area, captioner.max_area), or save memory by "
-    "model/quantization=fp8 or fp4, model.gradient_checkpointing=full, model.offload.blocks=N, "
+    "model/quantization=fp8 or nf4, model.gradient_checkpointing=full, model.offload.blocks=N, "
     "model.offload.encoders=true or model.devices.text_encoder=cpu"
 )
 # Seconds in which a failed process prints its error before the others, which only notice its end, print theirs.

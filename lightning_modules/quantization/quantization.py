@@ -53,7 +53,7 @@ class Quantization:
             raise UserError(f"model.quantization.format={self.format}: choose {', '.join(FORMATS)}")
         if self.rotation and self.format != "int8_w8a8":
             raise UserError(
-                f"model.quantization.rotation=true: {self.format} rotates nothing. Set model/quantization=int8_w8a8."
+                f"model.quantization.rotation=true: only int8_w8a8 rotates, {self.format} does not. Set it to false."
             )
 
     @property

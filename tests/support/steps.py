@@ -12,8 +12,8 @@ BASES = {
     "fp8": ["model/quantization=fp8"],
     "nf4": ["model/quantization=fp4", "model.quantization.format=nf4"],
     "fp4": ["model/quantization=fp4"],
-    "int8_w8a8": ["model/quantization=int8_w8a8"],
-    "rotated": ["model/quantization=int8_w8a8", "model.quantization.rotation=true"],
+    "int8_w8a8": ["model/quantization=int8_w8a8", "model.quantization.rotation=false"],
+    "rotated": ["model/quantization=int8_w8a8"],
 }
 
 

@@ -106,9 +106,10 @@ def test_groups_fit_the_inputs():
 
 
 def test_another_format_does_not_rotate(refuses):
-    words = "model.quantization.rotation=true: fp8 rotates nothing. Set model/quantization=int8_w8a8."
+    words = "model.quantization.rotation=true: only int8_w8a8 rotates, fp8 does not. Set it to false."
     refuses("model/quantization=fp8", "model.quantization.rotation=true", words=words)
-    assert compose("train", "model/quantization=int8_w8a8").model.quantization.rotation is False
+    for format in ("fp8", "int8_w8a8"):
+        assert compose("train", f"model/quantization={format}").model.quantization.rotation == (format != "fp8")
 
 
 def convrot(note, group=16):
@@ -192,7 +193,7 @@ def test_a_rotated_transformer_is_saved_and_loaded_bitwise(repositories, tmp_pat
 
 @pytest.mark.slow
 def test_a_rotated_transformer_is_written_by_its_task(run, tiny, tmp_path):
-    base = ["model=flux_kontext", "model/quantization=int8_w8a8", "model.quantization.rotation=true", *FLUX["settings"]]
+    base = ["model=flux_kontext", "model/quantization=int8_w8a8", *FLUX["settings"]]
     base += [f"model.pretrained_model_name_or_path={tiny}"]
     text = run("predict", "task=quantize", *base, f"output_dir={tmp_path / 'int8'}").text
     assert "holds int8_w8a8" in text
