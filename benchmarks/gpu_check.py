@@ -6,8 +6,8 @@
 
 After each part the results are written to benchmarks/results/gpu_check.json and .md, and what libraries print to .log.
 Parts run in a process of their own: when one fails, the next ones have a new process; when one does not end, it is
-killed. Needs torch, diffusers, peft, bitsandbytes, lightning, hydra-core, obstore and rapidfuzz with what they need.
-Exits with 1 where something failed.
+killed. Needs torch, diffusers, peft, bitsandbytes, optimum-quanto, lightning, hydra-core, obstore and rapidfuzz with
+what they need. Exits with 1 where something failed.
 """
 
 import argparse

@@ -33,7 +33,8 @@ def read(output):
 def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_path):
     """Run all parts, train.py included, with the rows that cover each value of each column."""
     output = tmp_path / "results" / "tiny.json"
-    named = "torch", "diffusers", "peft", "bitsandbytes", "lightning", "hydra-core", "obstore", "rapidfuzz"
+    named = "torch", "diffusers", "peft", "bitsandbytes", "optimum-quanto", "lightning", "hydra-core", "obstore"
+    named = *named, "rapidfuzz"
     assert all(name in (ROOT / "benchmarks" / "gpu_check.py").read_text() for name in named)
     few = f"from tests.support.installed import only; only(*{named}); "
     hidden = "from importlib.util import find_spec; assert not find_spec('webdataset'); assert find_spec('torch'); "

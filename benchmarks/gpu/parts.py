@@ -39,7 +39,6 @@ ROWS = (
     Row(FLUX, "fp8", 1024, "full", compiled=True),
     Row(FLUX, "fp8", 1024, "auto", compiled=True),
     Row(FLUX, "int8_w8a8", 1024, "full"),
-    Row(FLUX, "int8_w8a8", 1024, "auto", compiled=True),
     Row(FLUX, "nf4", 1024, "full"),
     Row(FLUX, "bf16", 1024, "full", "tlora"),
     Row(QWEN, "bf16", 1024, "full"),
@@ -50,6 +49,7 @@ ROWS = (
     Row(FLUX, "nf4", 512, "full"),
     Row(FLUX, "fp8", 1024, "full", "tlora"),
     Row(QWEN, "fp8", 1024, "auto", compiled=True),
+    Row(FLUX, "int8_w8a8", 1024, "auto", compiled=True),
 )
 
 

@@ -177,7 +177,8 @@ def check_notes(weights: FileWeights, where: str) -> None:
         name, format, group = f"{layer}.weight", note.get("format"), rotated_group(note)
         dtype = weights.dtypes.get(name, "")
         known = HARMLESS | ROTATED if dtype == "I8" else HARMLESS
-        if format != COMFY.get(dtype) or any(note[key] for key in note.keys() - known):
+        unknown = any(note[key] for key in note.keys() - known) or not note.get("weight_rotated", True)
+        if format != COMFY.get(dtype) or unknown:
             raise UserError(f"{where} has {layer} quantized by {format or note}, {NOT_READ}")
         if group != 1 and (group not in GROUPS or weights.shapes[name][1] % group):
             raise UserError(f"{where} has {layer} rotated in groups of {group}, {NOT_READ}")

@@ -32,7 +32,6 @@ from lightning_modules.pretrained.repository import (
 )
 from lightning_modules.pretrained.single_file import PART, NamedWeights, TensorPlace, open_file, single_file
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, assemble
-from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import MARKERS, Quantization
 
 log = logging.getLogger("retouch")
@@ -62,9 +61,6 @@ class ComponentFile:
         if quantization is not None:
             quantization.chosen(model)
         assemble(model, self.weights, dtype=dtype, device=device, quantization=quantization)
-        for module in model.modules():
-            if isinstance(module, QuantizedLinear):
-                module.rounds = False  # prompts are encoded once, and T5's largest values are far above the others
         if hasattr(model, "tie_weights"):
             model.tie_weights(recompute_mapping=False)
         return model.requires_grad_(False).eval()

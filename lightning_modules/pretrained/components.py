@@ -12,6 +12,7 @@ from torch import nn
 from datamodules.errors import UserError, listing
 from lightning_modules.pretrained.component_files import ComponentFile, load_component, open_components
 from lightning_modules.pretrained.repository import read_index, resolve_repository, shipped_configuration, with_weights
+from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import LOADING, StageTimer
 
@@ -85,8 +86,13 @@ class Components:
             return getattr(importlib.import_module("diffusers"), class_name)(**settings)
         quantization = self.quantization if name in self.quantized else None
         if name in self.files:
-            return self.files[name].load(device, self.dtype, quantization)
-        return load_component(self.repository, name, self.revision, self.dtype, device, quantization)
+            part = self.files[name].load(device, self.dtype, quantization)
+        else:
+            part = load_component(self.repository, name, self.revision, self.dtype, device, quantization)
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if isinstance(module, QuantizedLinear):
+                module.rounds = False  # prompts are encoded once, and T5's largest values are far above the others
+        return part
 
     def models(self) -> dict[str, nn.Module]:
         """Return the loaded models."""

@@ -180,13 +180,21 @@ def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: 
 
 
 def quantize_int8(linear: nn.Linear, groups: Sequence[int] = ()) -> QuantizedLinear:
-    """Quantize, stored as bitsandbytes stores int8 (arXiv 2208.07339), which diffusers reads; rotated as in ComfyUI.
+    """Quantize by optimum-quanto; stored as by bitsandbytes (arXiv 2208.07339), rotated as by ComfyUI.
 
     Args:
         groups: sizes of groups of rotated inputs, of which the first that fits is used.
     """
+    from optimum.quanto import absmax_scale, qint8
+
     group = next((size for size in groups if linear.in_features % size == 0), 1)
-    weight, scale = in_pieces(lambda rows: _round_rows(rotate(rows.float(), group), torch.int8, None), linear.weight)
+
+    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rotate(rows.float(), group)
+        scale = absmax_scale(rows, qint8, axis=0)
+        return torch.ops.quanto.quantize_symmetric(rows, torch.int8, 0, scale), scale
+
+    weight, scale = in_pieces(quantize, linear.weight.data)
     parts = {"weight": weight} | ({"SCB": 127 * scale.flatten()} if group == 1 else {"weight_scale": scale})
     return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, linear.weight.dtype, linear.bias, **parts)
 

@@ -162,6 +162,7 @@ REFUSED = {
     "inputs": ({"convrot_groupsize": 256}, "rotated in groups of 256, which is not read"),
     "text": ({"convrot_groupsize": "16"}, "rotated in groups of 16, which is not read"),
     "format": ({"format": "convrot_w4a4"}, "quantized by convrot_w4a4, which is not read"),
+    "weights": ({"weight_rotated": False}, "quantized by int8_tensorwise, which is not read"),
     "more": ({"smooth": True}, "quantized by int8_tensorwise, which is not read"),
 }
 
