@@ -139,7 +139,7 @@ def table(rows: list[Row]) -> str:
     lines = ["| weights | compiled | pixels | tokens | checkpointing | s/step | TFLOP/s | peak, GB |", f"|{8 * '---|'}"]
     for (precision, compiled, side, policy), group in groups.items():
         cells = [precision, "yes" if compiled else "no", side, group[0].get("tokens", ""), policy]
-        if "seconds_per_step" in group[0]:
+        if all("seconds_per_step" in row for row in group):
             medians = (statistics.median(row[name] for row in group) for name in ("seconds_per_step", "tflops"))
             cells += [f"{value:.3g}" for value in medians] + [group[0]["peak_memory_gb"] or ""]
         else:

@@ -236,9 +236,9 @@ def _probe(device: torch.device) -> bool:
 
 @torch.compiler.assume_constant_result
 def multiplies_int8(device: torch.device) -> bool:
-    """Return whether a device multiplies int8: a CPU, or compute capability 7.5 and later, not AMD."""
-    if device.type == "cpu":
-        return True
+    """Return whether a device multiplies int8: an x86 CPU, or compute capability 7.5 and later, not AMD."""
+    if device.type == "cpu":  # on others PyTorch may multiply in a plain loop
+        return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 5)
 
 
