@@ -30,6 +30,11 @@ OURS = {
     "float32": ["model.dtype=float32"],
     "bf16": ["model.dtype=bfloat16"],
     "int8_w8a8": ["model.dtype=bfloat16", "model/quantization=int8_w8a8"],
+    "int8_w8a8, not rotated": [
+        "model.dtype=bfloat16",
+        "model/quantization=int8_w8a8",
+        "model.quantization.rotation=false",
+    ],
 }
 THEIRS = {"float32": "no", "bf16": "bf16"}
 
