@@ -128,7 +128,7 @@ name one by `model.transformer_name_or_path`, `model.text_encoder_name_or_path` 
 - safetensors: in bf16, fp16, fp32, fp8 (plain or scaled) and int8, rotated (`int8_convrot`) or not; with the names of
   diffusers or of the model's authors. 8-bit layers are kept as they are, or quantized again if 4 bits are configured.
 - GGUF of any type, for transformers (`pip install -e '.[gguf]'`): dequantized while it is loaded, to bf16 or to
-  `model/quantization=nf4`, `fp4` or `fp8`.
+  `model/quantization=nf4`, `fp4`, `fp8` or `int8_w8a8`.
 - Refused: nvfp4, mxfp8, ConvRot in 4 bits, nunchaku (SVDQuant), joined layers in bitsandbytes' 4 bits, GGUF text
   encoders.
 - A file must fit the model tensor by tensor, else it is refused and the right `model=` named. For a pruned transformer,
