@@ -25,7 +25,7 @@ from lightning_modules.quantization.linear import (
     in_pieces,
     stored_scale,
 )
-from lightning_modules.quantization.triton_products import available, int8_product
+from lightning_modules.quantization.triton_products import available, has_capability, int8_product
 
 log = logging.getLogger("retouch")
 
@@ -40,6 +40,8 @@ TILE = 16
 GROUPS = (256, 64, 16, 4)
 # Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
 PROBE = (256, 3072)
+# A matrix in 8 bits and its scales, None if they are all 1.
+Operand = tuple[Tensor, Tensor | None]
 
 
 class EightBit(Storage):
@@ -49,30 +51,25 @@ class EightBit(Storage):
     gradients: torch.dtype
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether the device of x multiplies it in 8 bits."""
+        """Return whether the device of x multiplies it in 8 bits, if the sides of the weight fit."""
         raise NotImplementedError
 
-    def multiply(
-        self,
-        rows: Tensor,
-        row_scales: Tensor,
-        columns: Tensor,
-        column_scales: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Multiply (n, k) with scales (n, 1) by (k, m) with scales (1, m), add a bias (m,) -> (n, m) in a dtype."""
+    def multiply(self, left: tuple[Tensor, Tensor], right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Multiply (n, k) with scales (n, 1) by (k, m) with scales (1, m) or none, add a bias (m,) -> (n, m)."""
         raise NotImplementedError
 
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return rotate(scaled_rows(*_with_scale(parts), dtype), self.group)
 
     def round_inputs(self, x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        return round_rows(x, self.inputs, group=self.group) if self.runs(x, parts[0]) else []
+        return round_rows(x, self.inputs, group=self.group) if self._rounds(x, parts[0]) else []
 
     def round_gradients(self, grad: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
-        return round_rows(grad, self.gradients, _with_scale(parts)[1].t()) if self.runs(grad, parts[0]) else []
+        return round_rows(grad, self.gradients, _with_scale(parts)[1].t()) if self._rounds(grad, parts[0]) else []
+
+    def _rounds(self, x: Tensor, weight: Tensor) -> bool:
+        return all(side % TILE == 0 for side in weight.shape) and self.runs(x, weight)
 
     def product(
         self, x: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int], bias: Tensor | None
@@ -81,7 +78,7 @@ class EightBit(Storage):
             return super().product(x, rounded, parts, shape, bias)
         (rows, row_scales), (weight, scale) = rounded, _with_scale(parts)
         column_scales = scale.expand(shape[0], 1).t().contiguous()
-        y = self.multiply(rows, row_scales, weight.t(), column_scales, bias, x.dtype)
+        y = self.multiply((rows, row_scales), (weight.t(), column_scales), bias, x.dtype)
         return y.view(*x.shape[:-1], shape[0])
 
     def input_gradient(
@@ -90,7 +87,7 @@ class EightBit(Storage):
         if not rounded:
             return super().input_gradient(grad, rounded, parts, shape)
         rows, row_scales = rounded
-        x = self.multiply(rows, row_scales, parts[0], None, None, grad.dtype)
+        x = self.multiply((rows, row_scales), (parts[0], None), None, grad.dtype)
         if self.group > 1:
             _rotate(x, x, self.group)
         return x.view(*grad.shape[:-1], shape[1])
@@ -102,18 +99,10 @@ class Float8(EightBit):
     inputs, gradients = E4M3, E5M2
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
-        fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
-        return fits and weight.dtype == E4M3 and has_tensor_cores(x.device)
+        return weight.dtype == E4M3 and has_tensor_cores(x.device)
 
-    def multiply(
-        self,
-        rows: Tensor,
-        row_scales: Tensor,
-        columns: Tensor,
-        column_scales: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def multiply(self, left: tuple[Tensor, Tensor], right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        (rows, row_scales), (columns, column_scales) = left, right
         if columns.stride(0) != 1:  # Hopper's tensor cores need them column by column: a copy of one layer's bytes
             columns = transposed(columns).t()
         if column_scales is None:
@@ -135,19 +124,11 @@ class Int8(EightBit):
         self.group = int(group)
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
-        fits = weight.shape[0] % TILE == 0 and weight.shape[1] % TILE == 0
         # CUDA needs more than 16 rows; modulation, which has one, affects everything.
-        return fits and x.numel() > TILE * x.shape[-1] and multiplies_int8(x.device)
+        return x.numel() > TILE * x.shape[-1] and multiplies_int8(x.device)
 
-    def multiply(
-        self,
-        rows: Tensor,
-        row_scales: Tensor,
-        columns: Tensor,
-        column_scales: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def multiply(self, left: tuple[Tensor, Tensor], right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        (rows, row_scales), (columns, column_scales) = left, right
         if available(rows.device):
             return int8_product(rows, row_scales, columns, column_scales, bias, dtype)
         if rows.is_cuda and columns.stride(0) != 1:  # which cuBLAS 13 refuses on some cards
@@ -220,7 +201,7 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 @cache
 def _probe(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
+    if not has_capability(device, (8, 9)):
         return False
     samples, side = PROBE
     scales, columns = torch.ones(1, side, device=device), torch.zeros(side, side, device=device).to(E4M3).t()
@@ -239,7 +220,7 @@ def multiplies_int8(device: torch.device) -> bool:
     """Return whether a device multiplies int8: an x86 CPU, or compute capability 7.5 and later, not AMD."""
     if device.type == "cpu":  # on others PyTorch may multiply in a plain loop
         return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 5)
+    return has_capability(device, (7, 5))
 
 
 def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor) -> Tensor:

@@ -104,10 +104,16 @@ def int8_product(
     return output
 
 
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """Return whether a device is an NVIDIA GPU of at least this compute capability."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= least
+
+
 @cache
 def available(device: torch.device) -> bool:
     """Return whether `int8_product` runs on a device: compute capability 8.0 or later (Triton 3.8's bound), not AMD."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+    if not has_capability(device, (8, 0)):
         return False
     try:
         from triton.errors import TritonError

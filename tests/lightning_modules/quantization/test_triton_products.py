@@ -61,7 +61,8 @@ def tune():
         assert torch.equal(int8_product(*given, None, torch.float32), reference(*given, None, torch.float32))
         assert len(triton_products.kernel().cache) == choices
     eight_bit.available = lambda device: True
-    found, wanted = (product(*given, None, torch.float16) for product in (eight_bit.Int8().multiply, int8_product))
+    found = eight_bit.Int8().multiply(given[:2], given[2:], None, torch.float16)
+    wanted = int8_product(*given, None, torch.float16)
     assert torch.equal(found, wanted)
     assert len(triton_products.kernel().cache) == choices + 1
 
@@ -119,7 +120,7 @@ def test_cubins_multiply_int8_on_tensor_cores_within_shared_memory(capability):
 
 @pytest.mark.slow
 def test_triton_compiles_no_int8_product_for_the_20_series():
-    """It asserts why `available` starts at 8.0; torch._int_mm runs there."""
+    """Show why `available` starts at 8.0: Triton has no such product below, where torch._int_mm runs."""
     with pytest.raises(RuntimeError, match="PassManager"):
         compiled(75, TILES[-1], transposed=True)
 
