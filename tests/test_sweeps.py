@@ -55,5 +55,6 @@ def test_jobs_of_a_sweep_do_not_upload_to_one_repository(run, tiny, pairs, tmp_p
     outcome = run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", "hub.push=me/snow", ok=False)
     assert "hub.push=me/snow: the jobs of a sweep would replace each other's weights there" in outcome.text
     own = "hub.push='me/snow-${hydra:job.num}'"
+    arguments = short(tiny, pairs, tmp_path / "other", 2)  # errors of this process keep the first one's lock
     outcome = run("train", "-m", *arguments, "optimizer.lr=1e-4,1e-3", own, ok=False)
     assert "hub.push=me/snow-1: it needs the network" in outcome.text

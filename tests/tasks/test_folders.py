@@ -1,24 +1,27 @@
 """Two commands never write to one folder."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from datamodules.errors import UserError
-from datamodules.locks import LOCK, in_use
+from datamodules.locks import LOCK, Holder, holder, in_use
 from tasks.folders import BEGINS, new_folder
 from tests.support.commands import ROOT, wait_until
 
 PICTURES = ["prompt=[a,b]", "width=32", "height=32", "num_inference_steps=1"]
 HOLD = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from datamodules.locks import in_use
 with in_use(Path(sys.argv[1])):
-    print("held", flush=True)
+    if os.fork():
+        print("held", flush=True)
     time.sleep(100)
 """
 
@@ -34,26 +37,55 @@ def test_folders_of_one_second_differ(monkeypatch, tmp_path):
     BEGINS.reset(token)
 
 
-def test_folder_in_use_is_refused_until_its_process_ends_however_that_is(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, cwd=ROOT)
-    holder.stdout.readline()
+@pytest.fixture
+def command(tmp_path):
+    """Start a process that holds the lock of tmp_path and has a data worker, which outlives it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True
+    )
+    process.stdout.readline()
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_folder_in_use_is_refused_until_its_process_ends_however_that_is(command, tmp_path):
     with pytest.raises(UserError, match=r"is in use by another command"), in_use(tmp_path):
         pass
-    assert (tmp_path / LOCK).exists()
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
+    assert holder(tmp_path) == Holder(platform.node(), command.pid), "who is refused changes nothing"
+    command.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
+    assert holder(tmp_path) is None, "a zombie"
     with in_use(tmp_path):
-        assert (tmp_path / LOCK).exists()
+        assert holder(tmp_path) == Holder(platform.node(), os.getpid())
+        with pytest.raises(UserError), in_use(tmp_path):  # asking has not opened it
+            pass
     assert not (tmp_path / LOCK).exists()
+    assert holder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "known"),
+    [
+        ("", None),
+        (f" {platform.node()} {os.getpid()} {time.time() - 1e6}", None),  # another process had this id
+        (f" {platform.node()} {2**22 + 1} {time.time()}", None),
+        (f" elsewhere {os.getpid()} 1.5", Holder("elsewhere", os.getpid())),
+    ],
+    ids=["being taken", "other process", "no process", "other host"],
+)
+def test_lock_file_that_was_left_names_no_holder_of_this_host(tmp_path, content, known):
+    (tmp_path / LOCK).write_text(content)
+    assert holder(tmp_path) == known
 
 
 def test_file_systems_without_locks_are_told_of_and_used(tmp_path, monkeypatch, caplog):
     def no_locks(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("fcntl.lockf", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     with in_use(tmp_path):
-        pass
+        assert holder(tmp_path) == Holder(platform.node(), os.getpid())
     assert "no locks in" in caplog.text
 
 
