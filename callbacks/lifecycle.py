@@ -1,10 +1,15 @@
 """The start and the end of a run: schedule, settings, signals, a hang, and training on a single sample."""
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,9 +22,11 @@ from datamodules.files import replacing
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import LOADING
 from report.quoting import shareable
-from runs.run_folder import RunFolder
+from runs.run_folder import REQUESTS, RunFolder
 from runs.shares import cpu_group, is_lost_peer, of_first
 from runs.signals import stop
+
+log = logging.getLogger("retouch")
 
 # Seconds until a process exits after another one has failed: NCCL calls that wait for the failed one never return.
 SECONDS_TO_END = 100.0
@@ -73,7 +80,15 @@ class GracefulStop(L.Callback):
 
     Training ends as after its last step, and so saves; prediction raises `Stopped`. This must be the last callback,
     because the work of the others after a batch is part of that batch.
+
+    Args:
+        run: a training run, which also saves, samples and stops on request: `REQUESTS`.
     """
+
+    def __init__(self, run: RunFolder | None = None) -> None:
+        self.run = run
+        self._next_look = 0.0
+        self._noted: set[str] = set()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         def pass_on(number: int) -> None:
@@ -83,27 +98,55 @@ class GracefulStop(L.Callback):
                 trainer.should_stop = True  # no further image of this batch is begun
 
         stop.on_signal = pass_on
+        if self.run is not None and trainer.is_global_zero:  # later requests wait for the model and the first step
+            self.run.close_requests()
+            self.run.requests.mkdir(exist_ok=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1:
             # Lightning checks its own handler of SIGTERM in each batch and waits for the device; ours replaced it.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-            self._agree()  # not first in a step, by when processes have sampled different numbers of images
+            self._agree(trainer)  # not first in a step, by when processes have sampled different numbers of images
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         # Never reset in training: once something is learned, no signal may interrupt before it is saved.
         stop.busy_with = "this batch"
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        if number := int(stop.signal or 0) if trainer.world_size == 1 else self._agree():
+        assert self.run is not None
+        is_between_steps = not trainer.fit_loop._should_accumulate()
+        asked = self._look(self.run.requests) if is_between_steps and trainer.is_global_zero else set()
+        number, asked = self._agree(trainer, asked)
+        if number:
             stop.signal = signal.Signals(number)
-            trainer.should_stop = True
+        if is_between_steps:
+            stop.requests = [name for name in REQUESTS[:-1] if name in asked]
+        if asked == {"stop"} and trainer.global_step != trainer.max_steps:  # else it comes after the others
+            stop.signal, stop.file = signal.SIGINT, str(self.run.requests / "stop")
+        trainer.should_stop |= bool(number or stop.file)
 
-    def _agree(self) -> int:
-        """Return the signal that any process received, or 0. Waits for all processes, but for no device."""
-        number = torch.tensor(int(stop.signal or 0))
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, cpu_group())
-        return int(number)
+    def _look(self, folder: Path) -> set[str]:
+        """Remove the requests that are fulfilled, and return the new ones, at most every half second."""
+        names: set[str] = set()
+        with suppress(OSError):  # of a shared disk
+            for name in stop.requests:
+                (folder / name).unlink(missing_ok=True)
+            if time.monotonic() >= self._next_look:
+                self._next_look = time.monotonic() + 0.5
+                names = {one.name for one in os.scandir(folder) if one.is_file()}
+        for name in sorted(names - {*REQUESTS} - self._noted):
+            log.warning(f"note: {folder / name} is no request. There are {', '.join(REQUESTS)}.")
+        self._noted |= names
+        return names & {*REQUESTS}
+
+    def _agree(self, trainer: L.Trainer, asked: Collection[str] = ()) -> tuple[int, set[str]]:
+        """Return a signal, or 0, and the requests of all processes. Waits for all of them, but for no device."""
+        bits = sum(1 << REQUESTS.index(name) for name in asked) | ((1 << int(stop.signal or 0)) >> 1 << len(REQUESTS))
+        if trainer.world_size > 1:
+            together = torch.tensor(bits)
+            distributed.all_reduce(together, distributed.ReduceOp.BOR, cpu_group())
+            bits = int(together)
+        return (bits >> len(REQUESTS)).bit_length(), {name for i, name in enumerate(REQUESTS) if bits >> i & 1}
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop.install_handlers()  # Lightning has just installed its own, with which prediction would continue
@@ -127,6 +170,8 @@ class GracefulStop(L.Callback):
         """Remove references to the trainer from `stop`, which outlives the run and would keep the model in memory."""
         stop.busy_with = None
         stop.on_signal = lambda number: None
+        if self.run is not None:
+            self.run.close_requests()
 
 
 class Watchdog(L.Callback):

@@ -17,6 +17,7 @@ from lightning_modules.lora_files.writing import export_dtype
 from lightning_modules.timing import NOT_TRAINING
 from report.origin import published
 from runs.run_folder import RunFolder
+from runs.signals import stop
 
 log = logging.getLogger("retouch")
 
@@ -47,7 +48,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LoRACheckpoint(L.Callback):
-    """Save lora/step-N, lora/last and checkpoints/last.ckpt every `save_every` steps, at the end and at a signal.
+    """Save lora/step-N, lora/last and checkpoints/last.ckpt every `save_every` steps, when asked, and at the end.
 
     The former last.ckpt is kept as step-N.ckpt. As in every zip, each part of a checkpoint has its checksum. With an
     EMA, lora/step-N-raw and lora/last-raw are written as well, or -ema if images are sampled with the raw weights.
@@ -84,6 +85,7 @@ class LoRACheckpoint(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
+        due |= "save" in stop.requests and not trainer.fit_loop._should_accumulate()
         if due or trainer.global_step == trainer.max_steps:
             self.save(trainer, pl_module)
 

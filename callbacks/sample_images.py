@@ -18,6 +18,7 @@ from lightning_modules.timing import NOT_TRAINING
 from report.images import Strip, file_names, save_png, to_image
 from runs.run_folder import RunFolder, best_effort
 from runs.shares import of_all, of_first, share
+from runs.signals import stop
 
 
 class Shown(NamedTuple):
@@ -47,7 +48,7 @@ class SampleImages(L.Callback):
     random generator of its own. Processes divide the samples; the first one writes.
 
     Args:
-        sample_every: optimizer steps between two sets; 0: before the first step and at the end only.
+        sample_every: optimizer steps between two sets; 0: before the first step, on request and at the end.
         count: number of samples, the first held-out ones, or of the training data without these.
         seed: as in prediction.
         root: images without targets, see `own_edits`; None for none.
@@ -110,7 +111,7 @@ class SampleImages(L.Callback):
         """Sample the images of this step if it has some and they are `missing`."""
         step = trainer.global_step
         due = step in (0, trainer.max_steps) or (self.sample_every > 0 and step % self.sample_every == 0)
-        if due and missing:
+        if (due or "sample" in stop.requests) and missing:
             assert isinstance(pl_module, EditModule)
             with pl_module.base.timer.stage(NOT_TRAINING):
                 self.sample(trainer, pl_module)

@@ -52,7 +52,7 @@ class Validation(L.Callback):
         monitor: the figure that determines which weights are kept as `best`, next to `last`; None for the default.
         default_monitor: the model's; val_loss replaces it if it is not measured.
         early_stopping: whether training ends when the figure no longer improves.
-        patience: number of measurements in a row without a better figure after which it ends.
+        patience: number of scheduled measurements in a row without a better figure after which it ends.
     """
 
     def __init__(
@@ -182,7 +182,10 @@ class Validation(L.Callback):
         if of_first(trainer, reached > former) and keeper is not None and trainer.global_step:
             keeper.write(trainer, module, "best")
         best = self.best()
-        if best is not None and len([row for row in self._judged() if row["step"] > best["step"]]) >= self.patience:
+        sampler = find_callback(trainer, SampleImages)
+        period = 1 if sampler is None else sampler.sample_every or 1
+        scores = [self._score(row) for row in self._judged() if row["step"] % period == 0]  # without requested ones
+        if best is not None and scores and len(scores) - 1 - scores.index(max(scores)) >= self.patience:
             trainer.should_stop = self.stopped_early = True
             if trainer.is_global_zero:
                 log.info(f"early stopping after step {trainer.global_step}: {self._has_stopped_improving(best)}")

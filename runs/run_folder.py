@@ -13,6 +13,9 @@ from datamodules.files import reading, reason, remove_temporary, replacing
 
 log = logging.getLogger("retouch")
 
+# Files by which a running run is told to save, sample or stop, in the folder `requests`.
+REQUESTS = ("save", "sample", "stop")
+
 
 def shorten(folder: str | Path) -> Path:
     """Return a path below the working directory relative to it, other paths unchanged."""
@@ -62,6 +65,7 @@ class RunFolder:
         validation: table with a row for each set of sample images.
         grid: control, before, after and target.
         active_ranks: histogram of the ranks of a T-LoRA.
+        requests: folder of the files of `REQUESTS`; exists while the run trains.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -76,6 +80,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.grid = self.path / "grid.png"
         self.active_ranks = self.path / "active_ranks.png"
+        self.requests = self.path / "requests"
         # A mark that exists during a save, and after one that has failed.
         self.unfinished_checkpoint = self.checkpoint.with_name(f".{self.checkpoint.name}.failed.tmp")
 
@@ -132,12 +137,23 @@ class RunFolder:
         """Return the folders of sample images by step."""
         return _by_step(self.samples.glob("step-*"))
 
+    def ask(self, name: str) -> None:
+        """Request one of `REQUESTS` from the running run; raises FileNotFoundError if it does not train."""
+        (self.requests / REQUESTS[REQUESTS.index(name)]).touch()
+
+    def close_requests(self) -> None:
+        """Remove all requests, and their folder unless it contains other files."""
+        with suppress(OSError):
+            for name in REQUESTS:
+                (self.requests / name).unlink(missing_ok=True)
+            self.requests.rmdir()
+
     def files(self) -> dict[str, list[int]]:
-        """Return the size and time of each file by its path in the folder, without hidden and unprintable names."""
+        """Return the size and time of each file by its path, without requests and hidden or unprintable names."""
         found = {}
         for path in (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names):
             name = str(path.relative_to(self.path))
-            if name.isprintable() and "/." not in f"/{name}" and path.is_file():
+            if name.isprintable() and "/." not in f"/{name}" and path.parent != self.requests and path.is_file():
                 with suppress(FileNotFoundError):  # removed since
                     facts = path.stat()
                     found[name] = [facts.st_size, facts.st_mtime_ns]

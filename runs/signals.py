@@ -26,10 +26,11 @@ class Stopped(BaseException):
         number: the signal.
         where: added to the message.
         immediate: whether the handler itself raised it, without finishing the current piece of work.
+        file: that requested it in place of a signal; empty otherwise.
     """
 
-    def __init__(self, number: signal.Signals, where: str = "", immediate: bool = False) -> None:
-        super().__init__(f"stopped by {number.name} {where}".rstrip())
+    def __init__(self, number: signal.Signals, where: str = "", immediate: bool = False, file: str = "") -> None:
+        super().__init__(f"stopped by {file or number.name} {where}".rstrip())
         self.signal = number
         self.immediate = immediate
 
@@ -45,6 +46,8 @@ class Stop:
         signal: the first signal that arrived; None before.
         busy_with: name of the piece of work in the message, such as "this batch".
         on_signal: called first with each signal that is no duplicate.
+        file: the run's request to stop, which then counts as SIGINT; empty before.
+        requests: names of those that the callbacks fulfil after the current training step.
     """
 
     def __init__(self) -> None:
@@ -55,6 +58,8 @@ class Stop:
         self.signal: signal.Signals | None = None
         self.busy_with: str | None = None
         self.on_signal: Callable[[int], None] = lambda number: None
+        self.file = ""
+        self.requests: list[str] = []
         self._last_time = 0.0
         self._raised = False
         self._pid = os.getpid()
@@ -80,13 +85,13 @@ class Stop:
     def check(self, where: str = "") -> None:
         """Raise `Stopped` if a signal has arrived."""
         if self.signal is not None:
-            raise Stopped(self.signal, where)
+            raise Stopped(self.signal, where, file=self.file)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker: the main process decides
             return
         now = time.monotonic()
-        first = self.signal is None
+        first = not self._last_time
         if not first and now - self._last_time < DEBOUNCE:
             return
         self._last_time = now
@@ -94,7 +99,7 @@ class Stop:
         self.on_signal(number)
         if first and self.busy_with is not None:
             with contextlib.suppress(RuntimeError):  # the signal arrived while another line was being written
-                log.info(f"{self.signal.name}: stopping after {self.busy_with} (once more: at once)")
+                log.info(f"{signal.Signals(number).name}: stopping after {self.busy_with} (once more: at once)")
         elif self._raised:  # the work that Stopped interrupted does not end
             os._exit(128 + number)
         else:

@@ -79,7 +79,7 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
         module.objective.check_samples(learned)
         build_cache(cfg, data)
     first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
-    last = [RankMasks(), RaiseCheckpointing(), SaveConfig(run, settings, resolved), GracefulStop()]
+    last = [RankMasks(), RaiseCheckpointing(), SaveConfig(run, settings, resolved), GracefulStop(run)]
     trainer: L.Trainer = instantiate(
         cfg.trainer, callbacks=[*first, *configured, *last], logger=loggers, default_root_dir=run.path
     )

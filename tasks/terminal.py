@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from datamodules.errors import UserError
-from runs.signals import Stopped
+from runs.signals import Stopped, stop
 
 log = logging.getLogger("retouch")
 
@@ -166,8 +166,8 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
 
     A signal becomes a line and status 128 + its number. The line includes notes on the exception (`add_note`).
 
-    In a sweep it becomes an exception that Hydra prints in a line after the other jobs. It carries neither cause nor
-    traceback, which would keep the model of the failed job in memory.
+    In a sweep, an error or a requested stop becomes an exception that Hydra prints in a line after the other jobs. It
+    carries neither cause nor traceback, which would keep the model of the failed job in memory.
     """
     try:
         yield
@@ -175,9 +175,11 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     except Stopped as stopped:
         if not stopped.immediate and not is_first_process() and not launched_from_outside():
             raise SystemExit(0) from None  # all stop together, and Lightning regards another status as a failure
+        line: str | None = _with_notes(str(stopped), stopped)
         if is_first_process():
-            print(_with_notes(str(stopped), stopped), file=sys.stderr)
-        raise SystemExit(128 + stopped.signal) from None
+            print(line, file=sys.stderr)
+        if stopped.immediate or not (in_sweep and stop.file) or sys.modules["torch"].distributed.is_initialized():
+            raise SystemExit(128 + stopped.signal) from None
     except Exception as error:
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
@@ -188,9 +190,9 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         line = _with_notes(line, error)
-    rank = next((os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"), None)
-    where = "" if rank is None else f" in process {rank}"
-    print(f"error{where}: {line}", file=sys.stderr)
+        rank = next((os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"), None)
+        where = "" if rank is None else f" in process {rank}"
+        print(f"error{where}: {line}", file=sys.stderr)
     if in_sweep:
         from hydra.errors import CompactHydraException
 

@@ -180,7 +180,8 @@ def push_to_hub(run: RunFolder, kind: str, repository: str, private: bool) -> No
         while stop.signal is None and thread.is_alive():
             thread.join(0.1)
         stop.busy_with = busy_with
-        failure = failures[0] if failures else f"stopped by {stop.signal.name if stop.signal else 'an error'}"
+        cause = stop.file or (stop.signal.name if stop.signal else "an error")
+        failure = failures[0] if failures else f"stopped by {cause}"
         if failure:
             end = " --private" if private else ""
             commands = [

@@ -5,14 +5,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import lightning.pytorch as L
 import torch
 from torchmetrics import Metric
 
-from callbacks import lifecycle
+from callbacks import find_callback, lifecycle
 from datamodules.errors import UserError
 
 
@@ -146,3 +146,23 @@ class CountShares(L.Callback):
 
     def on_train_end(self, trainer, pl_module):
         (self.folder / f"rank{trainer.global_rank}").write_text(json.dumps(self.made))
+
+
+class Ask(L.Callback):
+    """Makes requests before optimizer steps, and has them seen at their ends.
+
+    Args:
+        steps: names of the requests by step; `signal` raises SIGUSR1.
+    """
+
+    def __init__(self, steps: Mapping[int, Sequence[str]]) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        stopper = find_callback(trainer, lifecycle.GracefulStop)
+        stopper._next_look = 0.0
+        for name in self.steps.get(trainer.global_step + 1, ()) if trainer.is_global_zero else ():
+            if name == "signal":
+                signal.raise_signal(signal.SIGUSR1)
+            else:
+                stopper.run.ask(name)
