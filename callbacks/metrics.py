@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import psutil
 import torch
 
+from callbacks.trackio_logger import alert
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 from report.tables import read_metrics
@@ -166,6 +167,8 @@ class Metrics(L.Callback):
                 "seconds": step.seconds,
                 **({"active_rank": rank[0]} if rank else {}),
             }
+            if trainer.is_global_zero and not math.isfinite(grad_norm):
+                alert(trainer.loggers, f"step {step.number} is skipped: not finite", "warn", step=step.number)
             if trainer.is_global_zero:
                 self._writer.writerow({"step": step.number, **{k: f"{v:.6g}" for k, v in self.latest.items()}})
             if trainer.is_global_zero and step.number % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]

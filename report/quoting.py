@@ -47,7 +47,7 @@ PATHS = {
     "sample_root",
 }
 # Settings whose values are masked.
-SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential", re.IGNORECASE)
+SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential|^notify$", re.IGNORECASE)
 
 
 def flat_settings(settings: Mapping[Any, Any], start: str = "", levels: float = math.inf) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tasks.check_keys import Declared, closest, declared
 from tasks.resuming import OF_A_START, newest_run
 from tasks.terminal import log
 
+NOTIFY = "RETOUCH_NOTIFY"  # the variable with the addresses
 # Options of a command with a config of its own, or of a sweep.
 NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
@@ -39,6 +40,11 @@ def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
     Raises:
         UserError: an argument is neither an option nor KEY=VALUE, or its key is no setting.
     """
+    # Before anything shows or stores the arguments, as sweeps do: addresses are secrets.
+    addresses = [one for one in arguments if script == "train" and one.lstrip("+").startswith("notify=")]
+    if addresses:
+        os.environ[NOTIFY] = re.sub(r"^\[(.*)\]$|^null$", r"\1", addresses[-1].partition("=")[2])
+    arguments = [one for one in arguments if one not in addresses]
     options, settings = _split(arguments, script)
     known = declared(script)
     settings = [_checked(setting, known) for setting in quote_values(settings)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +17,21 @@ from callbacks.checkpointing import RaiseCheckpointing
 from callbacks.lifecycle import GracefulStop, SaveConfig, StartOfTraining, Watchdog
 from callbacks.metrics import Metrics
 from callbacks.rank_schedule import RankMasks
+from callbacks.trackio_logger import alert
 from callbacks.validation import Validation
 from datamodules.cached import CachedDataModule
+from datamodules.errors import UserError
 from report.commands import predict_command
 from report.images import last_strips
+from report.quoting import without_secrets
 from runs.run_folder import End, RunFolder
 from runs.signals import Stopped, stop
+from tasks.arguments import NOTIFY
 from tasks.encode import build_cache
 from tasks.placement import place_trainer
 from tasks.resolvers import CONF
 from tasks.resuming import Start, find_start, start_again
-from tasks.terminal import is_first_process, log, silence_libraries
+from tasks.terminal import is_first_process, line_for_users, log, silence_libraries
 from tasks.uploads import push_to_hub
 
 
@@ -40,22 +45,24 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
             how = "was stopped early; early_stopping=false resumes it" if end.stopped_early else "is finished"
             log.info(f"nothing to do: {run} {how}, at step {end.step} of trainer.max_steps={cfg.trainer.max_steps}")
             return end.value
-        trainer = train(cfg, run, settings, start)
-        repository = OmegaConf.select(cfg, "hub.push")
-        if repository is not None and trainer.is_global_zero:  # after the run, whose other processes would wait
-            module: Any = trainer.lightning_module
-            push_to_hub(run, module.adapter.folder, repository, cfg.hub.private)
-        end = report(trainer, run, cfg)
-        if trainer.is_global_zero:
-            run.write_end(end)
+        with announced(run, os.environ.get(NOTIFY, OmegaConf.select(cfg, "notify"))) as loggers:
+            trainer = train(cfg, run, settings, start, loggers)
+            repository = OmegaConf.select(cfg, "hub.push")
+            if repository is not None and trainer.is_global_zero:  # after the run, whose other processes would wait
+                module: Any = trainer.lightning_module
+                push_to_hub(run, module.adapter.folder, repository, cfg.hub.private)
+            end = report(trainer, run, cfg)
+            if trainer.is_global_zero:
+                run.write_end(end)
         return end.value
 
 
-def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Start) -> L.Trainer:
+def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Start, loggers: list[Any]) -> L.Trainer:
     """Return the trainer after its last step.
 
     Args:
         settings: the content of config.yaml.
+        loggers: a list to fill.
     """
     # Before Hydra's instantiate, which resolves interpolations in place.
     resolved = OmegaConf.to_container(cfg, resolve=True)
@@ -67,7 +74,7 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
         data.sample_set.scan()  # its mistakes are reported before the hub is queried
     module = instantiate(cfg.model, _convert_="all")
     # Before the cache is built: a logger's library may be missing, or an image of sample_root.
-    loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
+    loggers += [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
     if isinstance(data, CachedDataModule) and data.shards is None:
@@ -107,7 +114,7 @@ def run_settings(cfg: DictConfig) -> dict[str, Any]:
     del primary.hydra.help
     hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
     settings: Any = OmegaConf.to_container(cfg)
-    settings["ckpt_path"] = settings["resume"] = None
+    settings["ckpt_path"] = settings["resume"] = settings["notify"] = None
     return {"defaults": ["_self_", *hydra_defaults], **settings, "hydra": OmegaConf.to_container(primary.hydra)}
 
 
@@ -145,6 +152,38 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
         more_is_better=validation is not None and bool(validation.directions.get(monitor)),
         stopped_early=validation is not None and validation.stopped_early,
     )
+
+
+@contextlib.contextmanager
+def announced(run: RunFolder, addresses: Any) -> Iterator[list[Any]]:
+    """Temporarily watch a run; then alert the loggers in the list, and send a message with grid.png by apprise."""
+    loggers: list[Any] = []
+    services = None
+    if addresses:
+        try:
+            import apprise
+        except ImportError as error:
+            raise UserError("notify needs apprise. Run pip install 'retouch[notify]'.") from error
+        apprise.logger.disabled = True  # its lines contain addresses
+        services = apprise.Apprise()
+        if not services.add(addresses if isinstance(addresses, str) else list(addresses)):
+            raise UserError("notify: apprise does not know an address. Choose from https://appriseit.com/services/.")
+    how, level, text = "is finished", "info", ""
+    try:
+        yield loggers
+        if (end := run.read_end(0, early_stopping=True)) is not None:
+            text = f"{end.monitor} {end.value:.4g} at step {end.step}"
+    except BaseException as error:
+        how, level = ("was stopped", "warn") if isinstance(error, Stopped) else ("failed", "error")
+        text = without_secrets(line_for_users(error) or f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if is_first_process():
+            title, grid = f"{'/'.join(run.path.parts[-2:])} {how}", str(run.grid) if run.grid.is_file() else None
+            alert(loggers, title, level, text=text)
+            for sent in services.notify(text or title, title, attach=grid) if services else ():
+                if not sent:
+                    log.warning(f"note: {sent.name} did not accept the notification")
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def command_line(trains: bool = False) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {line_for_users(error)}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
@@ -184,7 +184,7 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
             in_sweep = False  # the processes cannot continue together
-        line = _one_line(error)
+        line = line_for_users(error)
         if line == LOST_PEER:
             time.sleep(SECONDS_TO_SAY_WHY)
         if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -204,7 +204,7 @@ def _with_notes(line: str, error: BaseException) -> str:
     return "; ".join([line, *getattr(error, "__notes__", [])])
 
 
-def _one_line(error: BaseException) -> str | None:
+def line_for_users(error: BaseException) -> str | None:
     """Return the message for the user, or None if the error is not theirs but ours."""
     from hydra.errors import InstantiationException
     from omegaconf.errors import OmegaConfBaseException
@@ -217,7 +217,7 @@ def _one_line(error: BaseException) -> str | None:
         error = error.__cause__
     # The error of a data worker is preceded by its traceback.
     line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | Stopped):
         return line
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key or 'settings'}: {str(error).splitlines()[0]}"

@@ -14,7 +14,7 @@ from runs.run_folder import RunFolder
 from tasks.check_keys import TASKS, declared
 from tasks.check_values import check_shards
 from tasks.resuming import check_resumable, find_checkpoint, start_again
-from tasks.terminal import _one_line
+from tasks.terminal import line_for_users
 from tests.support.commands import compose, lora_bytes, short
 
 
@@ -167,10 +167,10 @@ def test_full_disk_leaves_the_previous_files(run, gallery, copied, tiny, pairs):
 
 def test_compiling_that_fails_is_one_line():
     error = torch._dynamo.exc.InternalTorchDynamoError("backend='inductor' raised:\nNo C++ compiler found in x\n\nmore")
-    assert _one_line(error) == "model.compile=true does not run here: No C++ compiler found in x; leave it out"
+    assert line_for_users(error) == "model.compile=true does not run here: No C++ compiler found in x; leave it out"
 
 
 def test_out_of_memory_names_settings():
-    line = _one_line(torch.OutOfMemoryError("CUDA out of memory"))
+    line = line_for_users(torch.OutOfMemoryError("CUDA out of memory"))
     for key in re.findall(r"\b[a-z_]+(?:[./][a-z_]+)+", line):
         assert any(declared(script).knows(key.replace("/", ".")) for script in TASKS), key

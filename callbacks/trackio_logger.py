@@ -1,0 +1,70 @@
+"""Logger for trackio, and alerts."""
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from datamodules.errors import UserError
+from report.quoting import flat_settings
+from runs.run_folder import RunFolder
+
+log = logging.getLogger("retouch")
+
+
+def alert(loggers: list[Any], title: str, level: str, **more: Any) -> None:
+    """Send an alert of a level (info, warn or error), with `text` and `step`, to every logger that shows alerts."""
+    for logger in [logger for logger in loggers if hasattr(logger, "alert")]:
+        logger.alert(title, level, **more)
+
+
+class TrackioLogger(Logger):
+    """Metrics, settings, images and alerts in trackio's database on this machine.
+
+    A run has the name of its folder and of the one around it, which is its group: a sweep is a group. The first entry
+    creates it, so that a refused command leaves none. It continues if the folder contains a checkpoint.
+    """
+
+    name, version = "", ""
+
+    def __init__(self, save_dir: str, project: str) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise UserError("logger=trackio needs trackio. Run pip install 'retouch[trackio]'.") from error
+        group, name = Path(save_dir).resolve().parts[-2:]
+        self.name, self.version = project, f"{group}/{name}"
+        resume = "allow" if RunFolder(save_dir).checkpoint.is_file() else "never"
+        self._begin = lambda: trackio.init(project, self.version, group, config=self._settings, resume=resume)
+        self._trackio: Any = trackio
+        self._settings: dict[str, Any] = {}
+        self._run: Any = None
+
+    @property
+    def run(self) -> Any:
+        """Trackio's run."""
+        if self._run is None:
+            with contextlib.redirect_stdout(None):
+                self._run = self._begin()
+            log.info(f"look at it: trackio show --project {self.name} (stored in {self._trackio.TRACKIO_DIR})")
+        return self._run
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self._settings = flat_settings(params)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.run.log(metrics, step)
+
+    def log_image(self, key: str, images: list[Any], step: int) -> None:
+        self.run.log({key: self._trackio.Image(images[0])}, step)
+
+    def alert(self, title: str, level: str, **more: Any) -> None:
+        if self._run is not None:
+            with contextlib.redirect_stdout(None):
+                self._run.alert(title, level=self._trackio.AlertLevel(level), **more)
+
+    def finalize(self, status: str) -> None:
+        with contextlib.redirect_stdout(None), contextlib.suppress(RuntimeError):  # finished before
+            self._trackio.finish()
