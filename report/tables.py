@@ -12,7 +12,10 @@ from datamodules.files import replacing
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 2000  # of a curve at most
-COLORS = "abcd"
+COLORS = "abcdef"
+
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 class Line(NamedTuple):
@@ -36,6 +39,18 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def last_metrics(path: Path) -> dict[str, str]:
+    """Return the last complete row of a run's metrics.csv, without reading the others; nothing without one."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        names = file.readline().decode().split(",")
+        file.seek(max(file.tell(), path.stat().st_size - 4096))
+        *lines, _ = file.read().decode(errors="replace").split("\n")  # the last one may still be written
+    values = lines[-1].split(",") if lines else []
+    return {name.strip(): value.strip() for name, value in zip(names, values, strict=False)}
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -103,13 +118,35 @@ def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
     return [chart for chart in charts if chart["lines"]]
 
 
-def _chart(rows: Sequence[Mapping[str, Any]], *lines: Line) -> dict[str, Any]:
+def compared_curves(runs: Mapping[str, tuple[Rows, Rows]]) -> list[dict[str, Any]]:
+    """Return the charts of several runs, each with a line for each run.
+
+    Args:
+        runs: metrics and validation by name; as many as there are `COLORS`.
+    """
+    inks = dict(zip(runs, COLORS, strict=False))
+    measured = dict.fromkeys(
+        name for _, rows in runs.values() if rows for name in ("val_loss", *metric_names(rows[-1]))
+    )
+    charts = [[(runs[name][0], Line(name, "loss_avg", ink)) for name, ink in inks.items()]]
+    charts += [[(runs[name][1], Line(name, metric, ink)) for name, ink in inks.items()] for metric in measured]
+    titles = ["training loss", *(name.replace("val_loss", "validation loss") for name in measured)]
+    drawn = [{**_draw(lines), "title": title} for lines, title in zip(charts, titles, strict=True)]
+    return [chart for chart in drawn if chart["lines"]]
+
+
+def _chart(rows: Rows, *lines: Line) -> dict[str, Any]:
+    """Return a chart of columns of one table."""
+    return _draw([(rows, line) for line in lines])
+
+
+def _draw(lines: Sequence[tuple[Rows, Line]]) -> dict[str, Any]:
     """Return the thinned lines, the range of the axis, and a note on points that are not finite.
 
     The axis leaves out the hundredth of a faint line's points at either end, which would flatten the rest.
     """
     drawn, values, broken = [], [], 0
-    for line in lines:
+    for rows, line in lines:
         known = [(int(float(row["step"])), float(row[line.column])) for row in rows if line.column in row]
         points = [point for point in known if math.isfinite(point[1])]
         broken += len(known) - len(points)

@@ -64,6 +64,7 @@ class RunFolder:
         metrics: table with a row for each optimizer step.
         validation: table with a row for each set of sample images.
         grid: control, before, after and target.
+        log: output of a command that the page of studio.py started.
         active_ranks: histogram of the ranks of a T-LoRA.
         requests: folder of the files of `REQUESTS`; exists while the run trains.
     """
@@ -79,6 +80,7 @@ class RunFolder:
         self.validation = self.path / "validation.csv"
         self.report = self.path / "report.html"
         self.grid = self.path / "grid.png"
+        self.log = self.path / "log.txt"
         self.active_ranks = self.path / "active_ranks.png"
         self.requests = self.path / "requests"
         # A mark that exists during a save, and after one that has failed.

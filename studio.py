@@ -1,0 +1,31 @@
+"""Open a local page over the runs; see `python studio.py --help`."""
+
+import secrets
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from tasks.arguments import hydras_errors, read_arguments
+from tasks.resolvers import CONF
+from tasks.terminal import command_line, one_line_errors
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="studio")
+def _run(cfg: DictConfig) -> None:
+    """Serve the page until Ctrl-C."""
+    with one_line_errors():
+        from webapp.app import serve
+
+        serve(cfg.host, cfg.port, secrets.token_urlsafe(16) if cfg.token is None else str(cfg.token), cfg.open)
+
+
+def main() -> None:
+    """Run the command line."""
+    with command_line(), hydras_errors("studio"):
+        sys.argv[1:] = read_arguments(sys.argv[1:], "studio")
+        _run()
+
+
+if __name__ == "__main__":
+    main()

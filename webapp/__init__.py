@@ -1,0 +1,1 @@
+"""The page of studio.py: its routes and templates."""

@@ -1,0 +1,156 @@
+"""The application: access by a token, requests of the page itself only, and the server."""
+
+import hmac
+import html
+import logging
+import socket
+import webbrowser
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from datamodules.errors import UserError
+from report.page import REPORT, templates
+
+log = logging.getLogger("retouch")
+
+HERE = Path(__file__).parent
+STATIC = {
+    path.name: path for path in (REPORT.with_name("page.css"), REPORT.with_name("page.js"), *HERE.glob("*.[cj]s*"))
+}
+LOCAL = ("127.0.0.1", "localhost", "::1")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+
+
+class Guard:
+    """Access to an application: a token, this machine's names, and changes asked for by the page itself only.
+
+    The token is passed once, as ?token=, and then kept in a cookie. On 127.0.0.1 other host names are refused, which a
+    foreign site could point here (DNS rebinding).
+    """
+
+    def __init__(self, app: Any, token: str, local: bool) -> None:
+        self.app, self.token, self.local = app, token, local
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answer = self._refusal(Request(scope)) or self.app
+
+        async def send_guarded(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                headers = {name for name, _ in message["headers"]}
+                more = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+                more |= {} if b"content-security-policy" in headers else {"content-security-policy": POLICY}
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
+            await send(message)
+
+        await answer(scope, receive, send_guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request without access, or to the first one with a token; else None."""
+        host = request.headers.get("host", "")
+        cookie = f"retouch-{request.url.port or 80}"
+        if self.local and urlsplit(f"//{host}").hostname not in LOCAL:
+            return HTMLResponse("Refused: this page is only for this machine.", 403)
+        if self._is_known(request.query_params.get("token", "")) and request.method == "GET":
+            answer = RedirectResponse(request.url.path, 303)
+            answer.set_cookie(cookie, self.token, httponly=True, samesite="lax")
+            return answer
+        if not self._is_known(request.cookies.get(cookie, "")):
+            return HTMLResponse("Refused: open the address that studio.py printed, with its token.", 403)
+        origin = request.headers.get("origin")
+        own = origin is None or urlsplit(origin).netloc == host
+        site = request.headers.get("sec-fetch-site", "same-origin")
+        if request.method not in ("GET", "HEAD") and not (own and site in ("same-origin", "none")):
+            return HTMLResponse("Refused: only the page itself may ask for changes.", 403)
+        return None
+
+    def _is_known(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.token.encode())
+
+
+def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """Render a template of this package."""
+    return HTMLResponse(templates(HERE).get_template(template).render(values), status)
+
+
+def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:
+    """Return a route for a form; its handler may block."""
+
+    async def endpoint(request: Request) -> Response:
+        async with request.form() as form:
+            return await run_in_threadpool(handler, request, form)
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+async def _mistake(request: Request, error: Exception) -> Response:
+    """Answer a user's mistake in one line."""
+    status, line = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
+    if "hx-request" in request.headers:
+        return HTMLResponse(f'<p class="mark" role="alert">{html.escape(line)}</p>', status)
+    return page("error.html", status, line=line)
+
+
+def _static(request: Request) -> Response:
+    path = STATIC.get(request.query_params.get("file", ""))
+    if path is None:
+        raise HTTPException(404, "there is no such file")
+    return FileResponse(path)
+
+
+def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) -> Guard:
+    """Return the application for the runs below a folder."""
+    from webapp.jobs import Jobs
+    from webapp.runs import RunsPage, Shelf
+
+    shelf, jobs = Shelf(outputs), Jobs()
+    routes = [
+        Route("/", lambda request: RedirectResponse("/runs")),
+        Route("/static", _static),
+        *RunsPage(shelf, jobs).routes(),
+    ]
+    mistakes: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+        UserError: _mistake,
+        HTTPException: _mistake,
+    }
+    return Guard(Starlette(routes=routes, exception_handlers=mistakes), token, local)
+
+
+def serve(host: str, port: int, token: str, opens: bool) -> None:
+    """Serve the page until Ctrl-C, and log its address.
+
+    Raises:
+        UserError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"host={host} port={port}: {error.strerror}. Choose another port, such as port={port + 1}."
+        ) from error
+    address = f"http://{host if host != '0.0.0.0' else socket.gethostname()}:{listener.getsockname()[1]}/?token={token}"
+    log.info(f"the page: {address}\nCtrl-C ends it; runs go on without it")
+    if opens:
+        webbrowser.open(address)
+    config = uvicorn.Config(create_app(token, host in LOCAL), log_level="error", lifespan="off")
+    uvicorn.Server(config).run([listener])

@@ -1,0 +1,31 @@
+"""Runs that the page starts: processes of their own, which go on without it."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runs.run_folder import RunFolder
+
+TRAIN = Path(__file__).parent.parent / "train.py"
+
+
+class Jobs:
+    """The processes that the page has started."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, arguments: Sequence[str], run: RunFolder) -> None:
+        """Start train.py, with its output in the run's log."""
+        self._started = [process for process in self._started if process.poll() is None]  # no zombies
+        run.path.mkdir(parents=True, exist_ok=True)
+        with run.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(TRAIN), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C ends the page only
+            )
+        self._started.append(process)

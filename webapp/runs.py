@@ -1,0 +1,333 @@
+"""The tab Runs: the runs below outputs/, one of them, several compared, and buttons that act on a running one."""
+
+import io
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import yaml
+from omegaconf import OmegaConf
+from PIL import Image
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from datamodules.errors import UserError, listing
+from datamodules.files import reading
+from datamodules.locks import LOCK, holder
+from report.images import THUMBNAIL, read_strip, sample_files
+from report.quoting import flat_settings, shareable
+from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
+from runs.run_folder import RunFolder
+from tasks.resuming import OF_A_START
+from webapp.app import page, post
+from webapp.jobs import Jobs
+
+# Bytes of a log that are shown, runs on one page of the list, and longer side of a thumbnail in pixels.
+LOG, LISTED, SMALL = 20_000, 200, 384
+# A run on another machine counts as running while its report, written every 15 s, is younger.
+SECONDS_OF_A_REPORT = 120
+# A page of its own without cookies: its content may come from elsewhere.
+REPORT_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; sandbox allow-scripts"
+)
+REQUESTS = ("sample", "save", "stop")
+
+
+class Summary(NamedTuple):
+    """A run in the list; figures as text."""
+
+    name: str
+    state: str
+    step: int
+    max_steps: int
+    model: str
+    started: float
+    figures: dict[str, str]
+    thumb: str
+
+
+class Shelf:
+    """The runs below a folder, by their path in it."""
+
+    def __init__(self, outputs: Path) -> None:
+        self.outputs = outputs
+
+    def runs(self) -> dict[str, RunFolder]:
+        """Return the runs, also of sweeps, and commands that the page has started and that are no run yet."""
+        marks = [
+            mark
+            for depth in ("*", "*/*")
+            for name in ("config.yaml", "log.txt")
+            for mark in self.outputs.glob(f"{depth}/{name}")
+        ]
+        return {mark.parent.relative_to(self.outputs).as_posix(): RunFolder(mark.parent) for mark in marks}
+
+    def get(self, name: str) -> RunFolder:
+        """Return a run; a name that is none of the runs' is not found, whatever path it is."""
+        run = self.runs().get(name)
+        if run is None:
+            raise HTTPException(404, f"there is no run {name} below {self.outputs}")
+        return run
+
+    def summaries(self) -> list[Summary]:
+        """Return all runs, the newest first."""
+        found = [summarize(name, run) for name, run in self.runs().items()]
+        return sorted(found, key=lambda one: (one.state == "running", one.started), reverse=True)
+
+
+def settings_of(run: RunFolder) -> dict[str, Any]:
+    """Return the content of a run's config.yaml; nothing before it is written."""
+    return _settings(run.config, run.config.stat().st_mtime_ns) if run.config.is_file() else {}
+
+
+@lru_cache(1000)
+def _settings(path: Path, _: int) -> dict[str, Any]:
+    with reading(path, "repair or remove it"):
+        # 20 times as fast as OmegaConf, which matters for 200 runs
+        return dict(yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
+def state_of(run: RunFolder) -> str:
+    """Return running, finished, stopped (it can be resumed) or failed."""
+    owner = holder(run.path)
+    if owner is not None and (owner.host == platform.node() or _age(run) < SECONDS_OF_A_REPORT):
+        return "running"
+    return "finished" if run.finished.is_file() else "stopped" if run.checkpoint.is_file() else "failed"
+
+
+def _age(run: RunFolder) -> float:
+    """Return the seconds since a run has written its lock or its report."""
+    written = [path.stat().st_mtime for path in (run.report, run.path / LOCK) if path.is_file()]
+    return time.time() - max(written, default=0.0)
+
+
+def summarize(name: str, run: RunFolder) -> Summary:
+    """Return a run's row of the list; a damaged config.yaml is shown as such."""
+    try:
+        settings, model = settings_of(run), ""
+    except UserError as error:
+        settings, model = {}, str(error)
+    last, measured = last_metrics(run.metrics), read_validation(run.validation)
+    figures = {"loss": f"{float(last['loss_avg']):.4f}"} if "loss_avg" in last else {}
+    if measured:
+        monitor = settings.get("monitor") or ("psnr" if "psnr" in measured[-1] else "val_loss")
+        figures[str(monitor)] = f"{measured[-1].get(str(monitor), float('nan')):.4g}"
+    if "samples_per_second" in last:
+        figures["samples/s"] = f"{float(last['samples_per_second']):.3g}"
+    mark = run.config if run.config.is_file() else run.path
+    return Summary(
+        name,
+        state_of(run),
+        int(last.get("step") or 0),
+        _steps_of(settings),
+        model or str(settings.get("model_name", "")),
+        mark.stat().st_mtime,
+        figures,
+        _thumb(run),
+    )
+
+
+def _steps_of(settings: Mapping[str, Any]) -> int:
+    """Return trainer.max_steps, 0 for a setting that refers to others that cannot be resolved."""
+    steps = (settings.get("trainer") or {}).get("max_steps")
+    if isinstance(steps, str):
+        steps = OmegaConf.select(
+            OmegaConf.create(dict(settings)), "trainer.max_steps", throw_on_resolution_failure=False
+        )
+    return steps if isinstance(steps, int) else 0
+
+
+def sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the steps with sample images, and a row of addresses for each sample of the last step."""
+    samples = sample_files(run)
+    rows = []
+    for sample, path in (samples[max(samples)] if samples else {}).items():
+        controls, has_target, prompt, small = _strip_facts(path, path.stat().st_mtime_ns)
+
+        def address(step: int, part: str, sample: str = sample) -> str:
+            return "/image?" + urlencode({"run": name, "sample": f"{step}/{sample}", "part": part})
+
+        rows.append(
+            {
+                "prompt": prompt,
+                "controls": [address(max(samples), f"control-{index}") for index in range(controls)],
+                "results": [address(step, "result") if sample in files else None for step, files in samples.items()],
+                "target": address(max(samples), "target") if has_target else "",
+                "size": "small" if small else "",
+            }
+        )
+    return list(samples), rows
+
+
+@lru_cache(2048)
+def _strip_facts(path: Path, _: int) -> tuple[int, bool, str, bool]:
+    """Return the number of controls, whether there is a target, the prompt, and whether the images are small."""
+    strip = read_strip(path)
+    return len(strip.controls), strip.target is not None, strip.prompt, max(strip.result.size) <= THUMBNAIL
+
+
+def tail(path: Path) -> str:
+    """Return the end of a log, "" without one."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG))
+        return file.read().decode(errors="replace")
+
+
+def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the settings that differ between runs, each with its values; those of a start are left out."""
+    configs = [OmegaConf.create(shareable(one)) for one in settings.values()]
+    flat = [flat_settings(shareable(one)) for one in settings.values()]
+    keys = sorted({key for one in flat for key in one if key.partition(".")[0] not in OF_A_START})
+    rows = []
+    for key in keys:
+        if len({str(one.get(key)) for one in flat}) > 1:  # as written, and then as they are resolved
+            values = [OmegaConf.select(one, key, throw_on_resolution_failure=False) for one in configs]
+            rows.append((key, [str(value) for value in values]))
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _thumb(run: RunFolder) -> str:
+    """Return step and name of the newest sample image, for its address; "" without one."""
+    for step, folder in reversed(run.sampled_steps().items()):
+        if (first := min(folder.glob("[!.]*.png"), default=None)) is not None:
+            return f"{step}/{first.stem}"
+    return ""
+
+
+@lru_cache(512)
+def _image(path: Path, _: int, part: str) -> bytes:
+    """Return a sample image, or one of its parts, as WebP; PNG's bytes are exact, so small images are lossless."""
+    if part == "all":
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        image.thumbnail((SMALL, SMALL))
+    else:
+        strip = read_strip(path)
+        kind, _, number = part.partition("-")
+        image = {"control": strip.controls, "result": [strip.result], "target": [strip.target]}[kind][int(number or 0)]
+        assert image is not None
+    buffer = io.BytesIO()
+    image.save(buffer, format="WEBP", lossless=max(image.size) <= SMALL, quality=90)
+    return buffer.getvalue()
+
+
+class RunsPage:
+    """Routes of the tab."""
+
+    def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
+        self.shelf, self.jobs = shelf, jobs
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("/runs", self.show_all),
+            Route("/run", self.show),
+            Route("/compare", self.compare),
+            Route("/report", self.report),
+            Route("/image", self.image),
+            post("/ask", self.ask),
+            post("/resume", self.resume),
+        ]
+
+    def show_all(self, request: Request) -> Response:
+        """Show the list."""
+        asked = request.query_params.get("first", "0")
+        first = int(asked) if asked.isdecimal() else 0
+        found = self.shelf.summaries()
+        return page(
+            "runs.html", tab="runs", runs=found[first : first + LISTED], count=len(found), first=first, listed=LISTED
+        )
+
+    def show(self, request: Request) -> Response:
+        """Show a run."""
+        name = request.query_params.get("run", "")
+        run = self.shelf.get(name)
+        metrics, validation, summary = read_metrics(run.metrics), read_validation(run.validation), summarize(name, run)
+        steps, rows = sample_rows(name, run)
+        return page(
+            "run.html",
+            tab="runs",
+            run=summary,
+            numbers=headline(metrics, validation),
+            curves=curves(metrics, validation) if metrics else [],
+            rows=rows,
+            steps=steps,
+            log=tail(run.log),
+            asked=[one for one in REQUESTS if (run.requests / one).exists()],
+            config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
+            report=run.report.is_file(),
+            commands=self._commands(run, summary.state),
+        )
+
+    def _commands(self, run: RunFolder, state: str) -> dict[str, str]:
+        """Return the commands that do the same as the buttons."""
+        quoted = shlex.quote(str(run))
+        if state == "running":
+            return {name: f"touch {quoted}/requests/{name}" for name in REQUESTS}
+        return {"resume": f"python train.py output_dir={quoted} ckpt_path=last"} if state == "stopped" else {}
+
+    def compare(self, request: Request) -> Response:
+        """Show the curves of several runs, and the settings that differ."""
+        names = list(dict.fromkeys(request.query_params.getlist("run")))
+        if not 1 < len(names) <= len(COLORS):
+            raise UserError(f"choose 2 to {len(COLORS)} runs to compare, not {len(names)}")
+        runs = {name: self.shelf.get(name) for name in names}
+        tables = {name: (read_metrics(run.metrics), read_validation(run.validation)) for name, run in runs.items()}
+        return page(
+            "compare.html",
+            tab="runs",
+            names=names,
+            inks=dict(zip(names, COLORS, strict=False)),
+            curves=compared_curves(tables),
+            differences=differences({name: settings_of(run) for name, run in runs.items()}),
+            running=any(state_of(run) == "running" for run in runs.values()),
+            images=[(name, *sample_rows(name, run)) for name, run in runs.items()],
+        )
+
+    def report(self, request: Request) -> Response:
+        """Show a run's report.html, whose script and style are inside it."""
+        run = self.shelf.get(request.query_params.get("run", ""))
+        if not run.report.is_file():
+            raise HTTPException(404, f"{run} has no report yet")
+        return HTMLResponse(run.report.read_text(encoding="utf-8"), headers={"content-security-policy": REPORT_POLICY})
+
+    def image(self, request: Request) -> Response:
+        """Return a sample image, or a part of it."""
+        asked = request.query_params
+        run = self.shelf.get(asked.get("run", ""))
+        files = {f"{step}/{name}": path for step, named in sample_files(run).items() for name, path in named.items()}
+        try:
+            path = files[asked.get("sample", "")]
+            content = _image(path, path.stat().st_mtime_ns, asked.get("part", "all"))
+        except (LookupError, ValueError, AssertionError, OSError) as error:
+            raise HTTPException(404, "there is no such image") from error
+        return Response(content, media_type="image/webp", headers={"cache-control": "private, max-age=60"})
+
+    def ask(self, request: Request, form: FormData) -> Response:
+        """Ask a running run to sample, save or stop after its step."""
+        run, what = self.shelf.get(str(form.get("run"))), str(form.get("request"))
+        if what not in REQUESTS:
+            raise HTTPException(404, f"a run is asked for {listing(list(REQUESTS))}, not {what}")
+        if state_of(run) != "running":
+            raise UserError(f"{run} does not run")
+        run.ask(what)
+        return HTMLResponse("", headers={"hx-refresh": "true"})
+
+    def resume(self, request: Request, form: FormData) -> Response:
+        """Resume a stopped run."""
+        run = self.shelf.get(str(form.get("run")))
+        if state_of(run) != "stopped":
+            raise UserError(f"{run} cannot be resumed: it is {state_of(run)}")
+        self.jobs.start([f"output_dir={run}", "ckpt_path=last"], run)
+        return HTMLResponse("", headers={"hx-refresh": "true"})
