@@ -76,7 +76,7 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
         assert word not in words
     assert "validation loss" in page.text
     assert "mirror picture" in page.text
-    assert "setTimeout" not in page.text  # finished: nothing to wait for
+    assert "setInterval" not in page.text  # finished: nothing to wait for
     grid = Image.open(folder / "grid.png")
     assert grid.width > grid.height
 
@@ -101,9 +101,9 @@ def test_page_of_a_running_run_says_what_is_known_now(run, tiny, pairs, tmp_path
     assert ">after</figcaption>" not in page
     for work in ("sampling 1/1", "validating 1/1"):
         assert any(f"step 2 of 2, {work}" in page for page in pages)
-    assert len(json.loads(re.search(r"curves = (\[.*\])", pages[-1])[1])[0]["lines"][1]["points"]) == 2
+    assert len(json.loads(re.search(r"data-charts='(\[.*?\])'", pages[-1])[1])[0]["lines"][1]["points"]) == 2
     assert ">after</figcaption>" in pages[-1]
-    assert ["setTimeout" in page for page in pages] == [True] * (len(pages) - 1) + [False]
+    assert ["setInterval" in page for page in pages] == [True] * (len(pages) - 1) + [False]
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""The tab Runs: the list, a run, runs compared, and the buttons."""
+
+import json
+import os
+import re
+import time
+
+import numpy as np
+from PIL import Image
+
+from report.images import read_strip
+from report.tables import last_metrics, read_metrics
+from tests.webapp.conftest import write_run
+from webapp.runs import Shelf, state_of
+
+
+def test_list_shows_each_run_of_outputs_and_of_sweeps_with_its_last_figures(client, outputs):
+    text = client.get("/runs").text
+    assert re.findall(r'name="run" value="([^"]+)"', text) in (["first", "sweep/0"], ["sweep/0", "first"])
+    assert "4 of 4" in text
+    assert "8 of 8" in text
+    assert "0.1250" in text, "loss of sweep/0's last step"
+
+
+def test_last_row_of_metrics_is_that_of_the_whole_table(outputs):
+    path = outputs / "sweep/0/metrics.csv"
+    assert last_metrics(path) == read_metrics(path)[-1]
+    with path.open("a") as file:
+        file.write("9,0.5,0.")  # a row that is being written
+    assert last_metrics(path)["step"] == "8"
+
+
+def test_images_are_the_parts_of_the_strips(client, outputs, tmp_path):
+    strip = read_strip(outputs / "first/samples/step-000004/one.png")
+    for part, image in (("control-0", strip.controls[0]), ("result", strip.result), ("target", strip.target)):
+        answer = client.get("/image", params={"run": "first", "sample": "4/one", "part": part})
+        (tmp_path / "x.webp").write_bytes(answer.content)
+        assert np.array_equal(np.asarray(Image.open(tmp_path / "x.webp")), np.asarray(image))
+
+
+def test_compared_runs_have_a_line_each_and_the_settings_that_differ(client, outputs):
+    write_run(outputs / "third", 4, "make it snow", optimizer={"lr": 0.1})
+    text = client.get("/compare?run=first&run=sweep/0&run=third").text
+    [chart] = json.loads(re.search(r"data-charts='(.*?)'", text)[1])
+    assert [line["name"] for line in chart["lines"]] == ["first", "sweep/0", "third"]
+    assert chart["lines"][1]["points"][-1] == [8, 0.125]
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text)
+    assert rows == [("optimizer.lr", "0.1", "0.2", "0.1"), ("trainer.max_steps", "4", "8", "4")]
+    assert "choose 2 to 6 runs" in client.get("/compare?run=first").text
+
+
+def test_state_follows_the_files_of_a_run(outputs):
+    run = Shelf(outputs).get("first")
+    assert state_of(run) == "failed", "it has saved nothing"
+    run.checkpoint.parent.mkdir()
+    run.checkpoint.touch()
+    assert state_of(run) == "stopped"
+    (run.path / ".lock").write_text(f" another-host {os.getpid()} {time.time()}")
+    assert state_of(run) == "running", "on another machine, which has just written its lock"
+    old = time.time() - 1000
+    os.utime(run.path / ".lock", (old, old))
+    assert state_of(run) == "stopped"
+    run.finished.write_text("{}")
+    assert state_of(run) == "finished"
+
+
+def test_a_damaged_config_is_shown_and_hides_no_other_run(client, outputs):
+    (outputs / "first/config.yaml").write_text("a: [")
+    text = client.get("/runs").text
+    assert "config.yaml is damaged" in text
+    assert "sweep/0" in text
