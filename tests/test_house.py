@@ -11,7 +11,18 @@ from pathlib import Path
 from tests.support.commands import ROOT
 
 # Each imports only from itself and those after it. A package or file in the last two counts as a package of its own.
-FLOORS = ["train", "predict", "studio", "webapp", "tasks", "callbacks", "report", "runs", "lightning_modules", "datamodules"]
+FLOORS = [
+    "train",
+    "predict",
+    "studio",
+    "webapp",
+    "tasks",
+    "callbacks",
+    "report",
+    "runs",
+    "lightning_modules",
+    "datamodules",
+]
 LINES = 400
 SPLINTER = 60
 # These three may only fall.

@@ -20,7 +20,9 @@ def write_run(folder, steps: int, prompt: str, **settings) -> RunFolder:
     """Write the files of a run by which the page shows it."""
     run = RunFolder(folder)
     run.path.mkdir(parents=True)
-    OmegaConf.save(OmegaConf.create({"model_name": "embedded", "trainer": {"max_steps": steps}, **settings}), run.config)
+    OmegaConf.save(
+        OmegaConf.create({"model_name": "embedded", "trainer": {"max_steps": steps}, **settings}), run.config
+    )
     with run.metrics.open("w", newline="") as file:
         names = ["step", "loss", "loss_avg", "samples_per_second", "peak_memory_gb", "seconds"]
         writer = csv.writer(file)

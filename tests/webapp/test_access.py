@@ -6,7 +6,16 @@ from starlette.testclient import TestClient
 from tests.webapp.conftest import BASE, SECRET, TOKEN, write_run
 from webapp.app import create_app
 
-PATHS = ("../secret.txt", "..", "first/../../secret.txt", "/etc/passwd", "....//secret.txt", "..%2fsecret.txt", "\0", "C:\\x")
+PATHS = (
+    "../secret.txt",
+    "..",
+    "first/../../secret.txt",
+    "/etc/passwd",
+    "....//secret.txt",
+    "..%2fsecret.txt",
+    "\0",
+    "C:\\x",
+)
 
 
 def test_only_an_address_with_the_token_opens_the_page_and_its_cookie_keeps_it_open(outputs):
@@ -46,12 +55,29 @@ def test_no_other_site_can_ask_for_changes(client, outputs, headers):
     form = {"run": "first", "request": "stop"}
     assert client.post("/ask", data=form, headers=headers).status_code == 403
     # The page itself is heard: the run has ended.
-    answer = client.post("/ask", data=form, headers={"origin": BASE, "sec-fetch-site": "same-origin", "hx-request": "true"})
+    answer = client.post(
+        "/ask", data=form, headers={"origin": BASE, "sec-fetch-site": "same-origin", "hx-request": "true"}
+    )
     assert (answer.status_code, "does not run" in answer.text) == (400, True)
 
 
 def test_no_parameter_of_any_address_reads_a_file_of_that_path(client, outputs):
-    names = ("run", "sample", "part", "file", "first", "root", "data", "index", "image", "lora", "name", "key", "id", "page")
+    names = (
+        "run",
+        "sample",
+        "part",
+        "file",
+        "first",
+        "root",
+        "data",
+        "index",
+        "image",
+        "lora",
+        "name",
+        "key",
+        "id",
+        "page",
+    )
     good = {"run": "first", "sample": "4/one", "part": "result"}
     for route in client.app.app.routes:
         for name in names:

@@ -1,0 +1,62 @@
+"""A real page of studio.py and a real browser on it."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT
+
+# Without these, Chromium asks hosts of its own.
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+# Milliseconds for something that a run must first do, on a busy machine.
+PATIENCE = 180_000
+
+
+@contextlib.contextmanager
+def studio_at(folder: Path) -> Iterator[str]:
+    """Temporarily serve the runs below a folder; yield the address with its token."""
+    log = folder / "studio.log"
+    with log.open("w") as file:
+        command = [sys.executable, str(ROOT / "studio.py"), "open=false", "port=0"]
+        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 120
+        while (found := re.search(r"http://\S+", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+        yield found[0]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@contextlib.contextmanager
+def browser_page(address: str, **options):
+    """Temporarily open an address in Chromium; fail at any error in its console and any request elsewhere."""
+    api = pytest.importorskip("playwright.sync_api")
+    chromium = next((path for path in ("/usr/bin/chromium", "/usr/bin/google-chrome") if os.path.exists(path)), None)
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=QUIET)
+        page = browser.new_context(**options).new_page()
+        page.set_default_timeout(PATIENCE)
+        api.expect.set_options(timeout=PATIENCE)
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        own = address.split("/?")[0]
+        foreign = lambda url: not url.startswith((own, "data:", "blob:"))  # noqa: E731
+        page.on("request", lambda request: errors.append(request.url) if foreign(request.url) else None)
+        page.goto(address)
+        yield page
+        browser.close()
+    assert not errors

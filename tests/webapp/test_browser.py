@@ -1,0 +1,85 @@
+"""The page in a browser, next to real runs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.commands import ROOT, weights
+from tests.webapp.browsing import browser_page, studio_at
+from tests.webapp.conftest import write_run
+
+RUN = ["trainer.max_steps=150", "sample_every=0", "save_every=0", "callbacks.sample_images.count=1", "data.val_count=2"]
+
+
+def train(folder, *settings):
+    """Start train.py in a folder, with its small model."""
+    command = [sys.executable, str(ROOT / "train.py"), *RUN, *settings]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_a_run_is_watched_sampled_stopped_and_resumed_in_the_page_and_ends_bitwise_as_without_it(tmp_path):
+    run, alone = tmp_path / "outputs/watched", tmp_path / "alone"
+    with studio_at(tmp_path) as address:
+        process = train(tmp_path, "output_dir=outputs/watched")
+        with browser_page(address) as page:
+            expect = sys.modules["playwright.sync_api"].expect
+            expect(page.get_by_role("link", name="start one")).to_be_visible()
+            while not (run / "metrics.csv").is_file():
+                assert process.poll() is None
+                page.wait_for_timeout(300)
+            page.reload()
+            page.get_by_role("link", name="watched").click()
+            curve = page.locator(".curves svg").first.locator("polyline").last
+            before = curve.get_attribute("points")
+            expect(curve).not_to_have_attribute("points", before)
+            page.get_by_role("button", name="sample now").click()
+            slider = page.locator("input.step")
+            expect(slider).to_have_attribute("max", "1")  # the base's images and those of now
+            images = page.locator("img.result").first
+            expect(images).to_have_js_property("complete", True)
+            page.get_by_role("button", name="stop after this step").click()
+            resume = page.get_by_role("button", name="resume")
+            expect(resume).to_be_visible()
+            process.wait(60)
+            [sampled] = [step for step in (run / "samples").glob("step-*") if step.name != "step-000000"]
+            assert sampled.name != "step-000150", "the button came too late"
+            stopped = (run / "metrics.csv").read_text().splitlines()
+            assert len(stopped) < 150
+            resume.click()
+            expect(page.locator(".state")).to_have_text("finished")
+            expect(page.get_by_text("resuming with the settings of")).to_be_visible()  # the log
+    process = train(tmp_path, "output_dir=alone")
+    assert process.wait(300) == 0
+    there, here = weights(run), weights(alone)
+    assert there.keys() == here.keys()
+    assert all((there[name] == here[name]).all() for name in here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"viewport": {"width": 1280, "height": 900}}, id="desktop"),
+        pytest.param({"viewport": {"width": 390, "height": 844}, "has_touch": True}, id="phone"),
+        pytest.param({"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"}, id="dark"),
+    ],
+)
+def test_every_tab_fits_its_screen_and_works_by_keyboard(tmp_path, options):
+    write_run(tmp_path / "outputs/first", 4, "make it snow")
+    write_run(tmp_path / "outputs/second", 4, "make it rain")
+    with studio_at(tmp_path) as address, browser_page(address, **options) as page:
+        for path in ("/runs", "/run?run=first", "/compare?run=first&run=second", "/try", "/data", "/start"):
+            page.goto(address.split("/?")[0] + path)
+            width = page.locator("html").evaluate("page => page.scrollWidth - page.clientWidth")
+            assert width <= 0, path
+        page.goto(address.split("/?")[0] + "/run?run=first")
+        wipe = page.get_by_role("slider", name="compare with the image before").first
+        wipe.focus()
+        page.keyboard.press("End")
+        assert page.locator(".wipe").first.evaluate("wipe => wipe.style.getPropertyValue('--at')") == "100%"
+        step = page.locator("input.step")
+        step.focus()
+        page.keyboard.press("Home")
+        assert "sample=0%2Fone" in page.locator("img.result").first.get_attribute("src")
