@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -56,7 +57,7 @@ def train(folder: Path, name: str, steps: int) -> float:
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
     with (folder / "outputs" / name / "metrics.csv").open(newline="") as file:
         seconds = [float(row["seconds"]) for row in csv.DictReader(file)][WARM_UP:]
-    return statistics.median(after - before for before, after in zip(seconds, seconds[1:], strict=False))
+    return statistics.median(after - before for before, after in pairwise(seconds))
 
 
 @contextmanager

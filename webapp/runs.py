@@ -291,7 +291,6 @@ class RunsPage:
             inks=dict(zip(names, COLORS, strict=False)),
             curves=compared_curves(tables),
             differences=differences({name: settings_of(run) for name, run in runs.items()}),
-            running=any(state_of(run) == "running" for run in runs.values()),
             images=[(name, *sample_rows(name, run)) for name, run in runs.items()],
         )
 
