@@ -3,7 +3,9 @@
 import hmac
 import html
 import logging
+import os
 import socket
+import sys
 import webbrowser
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -148,9 +150,11 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
         raise UserError(
             f"host={host} port={port}: {error.strerror}. Choose another port, such as port={port + 1}."
         ) from error
-    address = f"http://{host if host != '0.0.0.0' else socket.gethostname()}:{listener.getsockname()[1]}/?token={token}"
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{listener.getsockname()[1]}/?token={token}"
     log.info(f"the page: {address}\nCtrl-C ends it; runs go on without it")
-    if opens:
+    screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    if opens and screen:  # else a text browser would take the terminal
         webbrowser.open(address)
     config = uvicorn.Config(create_app(token, host in LOCAL), log_level="error", lifespan="off")
     uvicorn.Server(config).run([listener])
