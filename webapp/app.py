@@ -1,7 +1,6 @@
 """The application: access by a token, requests of the page itself only, and the server."""
 
 import hmac
-import html
 import logging
 import os
 import socket
@@ -14,15 +13,16 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError
-from report.page import REPORT, templates
+from report.page import REPORT
+from webapp.answers import mistake
+from webapp.jobs import Jobs
+from webapp.runs import RunsPage, Shelf
 
 log = logging.getLogger("retouch")
 
@@ -86,29 +86,6 @@ class Guard:
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 
-def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """Render a template of this package."""
-    return HTMLResponse(templates(HERE).get_template(template).render(values), status)
-
-
-def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:
-    """Return a route for a form; its handler may block."""
-
-    async def endpoint(request: Request) -> Response:
-        async with request.form() as form:
-            return await run_in_threadpool(handler, request, form)
-
-    return Route(path, endpoint, methods=["POST"])
-
-
-async def _mistake(request: Request, error: Exception) -> Response:
-    """Answer a user's mistake in one line."""
-    status, line = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
-    if "hx-request" in request.headers:
-        return HTMLResponse(f'<p class="mark" role="alert">{html.escape(line)}</p>', status)
-    return page("error.html", status, line=line)
-
-
 def _static(request: Request) -> Response:
     path = STATIC.get(request.query_params.get("file", ""))
     if path is None:
@@ -118,9 +95,6 @@ def _static(request: Request) -> Response:
 
 def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) -> Guard:
     """Return the application for the runs below a folder."""
-    from webapp.jobs import Jobs
-    from webapp.runs import RunsPage, Shelf
-
     shelf, jobs = Shelf(outputs), Jobs()
     routes = [
         Route("/", lambda request: RedirectResponse("/runs")),
@@ -128,8 +102,8 @@ def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) 
         *RunsPage(shelf, jobs).routes(),
     ]
     mistakes: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-        UserError: _mistake,
-        HTTPException: _mistake,
+        UserError: mistake,
+        HTTPException: mistake,
     }
     return Guard(Starlette(routes=routes, exception_handlers=mistakes), token, local)
 

@@ -26,9 +26,9 @@ from datamodules.locks import LOCK, holder
 from report.images import THUMBNAIL, read_strip, sample_files
 from report.quoting import flat_settings, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
-from runs.run_folder import RunFolder
+from runs.run_folder import REQUESTS, RunFolder
 from tasks.resuming import OF_A_START
-from webapp.app import page, post
+from webapp.answers import page, post
 from webapp.jobs import Jobs
 
 # Bytes of a log that are shown, runs on one page of the list, and longer side of a thumbnail in pixels.
@@ -39,7 +39,6 @@ SECONDS_OF_A_REPORT = 120
 REPORT_POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; sandbox allow-scripts"
 )
-REQUESTS = ("sample", "save", "stop")
 
 
 class Summary(NamedTuple):

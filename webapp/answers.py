@@ -1,0 +1,40 @@
+"""Answers to requests: pages from templates, forms, and a user's mistakes in one line."""
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from report.page import templates
+
+HERE = Path(__file__).parent
+
+
+def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """Render a template of this package."""
+    return HTMLResponse(templates(HERE).get_template(template).render(values), status)
+
+
+def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:
+    """Return a route for a form; its handler may block."""
+
+    async def endpoint(request: Request) -> Response:
+        async with request.form() as form:
+            return await run_in_threadpool(handler, request, form)
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+async def mistake(request: Request, error: Exception) -> Response:
+    """Answer a user's mistake in one line."""
+    status, line = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
+    if "hx-request" in request.headers:
+        return HTMLResponse(f'<p class="mark" role="alert">{html.escape(line)}</p>', status)
+    return page("error.html", status, line=line)
