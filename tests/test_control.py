@@ -72,8 +72,7 @@ def test_a_requested_stop_is_not_queued_again_and_comes_after_other_requests(run
     arguments = [*short(tiny, pairs, tmp_path / "run", 9), "save_every=0", "resume=auto"]
     outcome = run("train", *arguments, ASK % "1: [stop, save], 2: [signal]", ok=False)
     assert outcome.status == STOPPED
-    assert "stopped by" in outcome.text
-    assert "17" not in outcome.text.splitlines()[-1]
+    assert "queued" not in outcome.text
     assert [*RunFolder(tmp_path / "run").saved_steps("lora")] == [2]
     finished = run("train", *arguments, "trainer.max_steps=4", ASK % "4: [stop]")
     assert "done:" in finished.text, "the last step ends the run by itself"
