@@ -26,10 +26,6 @@ def test_a_run_is_watched_sampled_stopped_and_resumed_in_the_page_and_ends_bitwi
         with browser_page(address) as page:
             expect = sys.modules["playwright.sync_api"].expect
             expect(page.get_by_role("link", name="start one")).to_be_visible()
-            while not (run / "metrics.csv").is_file():
-                assert process.poll() is None
-                page.wait_for_timeout(300)
-            page.reload()
             page.get_by_role("link", name="watched").click()
             curve = page.locator(".curves svg").first.locator("polyline").last
             before = curve.get_attribute("points")
