@@ -4,6 +4,7 @@ import io
 import os
 import platform
 import shlex
+import signal
 import time
 from collections.abc import Mapping
 from functools import lru_cache
@@ -263,6 +264,7 @@ class RunsPage:
             rows=rows,
             steps=steps,
             log=tail(run.log),
+            trains=run.requests.is_dir(),
             asked=[one for one in REQUESTS if (run.requests / one).exists()],
             config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
             report=run.report.is_file(),
@@ -313,13 +315,20 @@ class RunsPage:
         return Response(content, media_type="image/webp", headers={"cache-control": "private, max-age=60"})
 
     def ask(self, request: Request, form: FormData) -> Response:
-        """Ask a running run to sample, save or stop after its step."""
+        """Ask a running run to sample, save or stop after its step; before the first one, stop it by a signal."""
         run, what = self.shelf.get(str(form.get("run"))), str(form.get("request"))
         if what not in REQUESTS:
             raise HTTPException(404, f"a run is asked for {listing(list(REQUESTS))}, not {what}")
         if state_of(run) != "running":
             raise UserError(f"{run} does not run")
-        run.ask(what)
+        owner = holder(run.path)
+        if what == "stop" and not run.requests.is_dir() and owner is not None and owner.host == platform.node():
+            os.kill(owner.pid, signal.SIGINT)
+        else:
+            try:
+                run.ask(what)
+            except FileNotFoundError as error:
+                raise UserError(f"{run} does not train yet: ask again after its first step") from error
         return HTMLResponse("", headers={"hx-refresh": "true"})
 
     def resume(self, request: Request, form: FormData) -> Response:
