@@ -82,7 +82,7 @@ class Metrics(L.Callback):
             # A resumed run repeats the steps after its checkpoint.
             earlier = [row for row in read_metrics(self.path) if int(row["step"]) <= self._step] if self._step else []
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", newline="", buffering=1)
+            self._file = self.path.open("w", encoding="utf-8", newline="", buffering=1)
             columns = (*COLUMNS, "active_rank") if pl_module.rank_gates else COLUMNS
             self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", restval="")
             self._writer.writeheader()

@@ -202,7 +202,11 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
         if folder.is_dir():
             if keep:
                 return
-            folder.rename(old)
+            try:
+                folder.rename(old)
+            except PermissionError:  # Windows: its lock is open
+                shutil.copytree(temporary, folder, dirs_exist_ok=True)
+                return
         temporary.rename(folder)
     except WRITE_ERRORS as error:
         raise UserError(f"cannot write {folder}: {reason(error)}") from error

@@ -95,8 +95,8 @@ def leave_signals_to_the_trainer(worker: int) -> None:
 
     A worker that died of one would end the run at once.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"}.intersection(dir(signal)):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     sys.excepthook = _unless_the_trainer_has_left
 
 

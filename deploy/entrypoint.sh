@@ -1,10 +1,14 @@
 #!/bin/sh
-# `train ...` and `predict ...` are train.py and predict.py; anything else is a command of its own.
-case "${1:-}" in
+# `train ...`, `predict ...` and `studio ...` are the installed commands; anything else is a command of its own.
+name=${1:-}
+case "$name" in
 train | predict)
-    script=$(dirname "$0")/../$1.py
     shift
-    exec python "$script" "$@"
+    exec "retouch-$name" "$@"
+    ;;
+studio)
+    shift
+    exec retouch-studio host=0.0.0.0 open=false "$@"
     ;;
 *) exec "$@" ;;
 esac

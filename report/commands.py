@@ -8,7 +8,7 @@ from lightning_modules.family import Sampling
 from lightning_modules.pretrained.repository import index_file, resolve_repository
 from report.images import Strip
 from report.origin import public_name
-from report.quoting import override, portable_path
+from report.quoting import override, portable_path, program
 from runs.run_folder import RunFolder
 
 
@@ -104,7 +104,7 @@ def predict_command(
         image = {"image": photo}
     else:
         image = dict(zip(("width", "height"), sample.result.size, strict=True))
-    return " ".join(["python predict.py", *(override(*one) for one in {**weights, **image, **settings}.items())])
+    return " ".join([program("predict"), *(override(*one) for one in {**weights, **image, **settings}.items())])
 
 
 def _pipeline_arguments(module: EditModule, sampling: Sampling) -> dict[str, Any]:

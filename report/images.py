@@ -126,10 +126,10 @@ def read_strip(path: Path) -> Strip:
 
 
 def file_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return a unique file name by sample: without folders, at most 240 bytes before an index."""
+    """Return a unique file name by sample, also on Windows: at most 240 bytes before an index."""
     names: dict[str, str] = {}
     for index, key in enumerate(keys):
-        name = short_name(key.replace("/", "_"), 240)
+        name = short_name(key.translate(dict.fromkeys(map(ord, '/\\:*?"<>|'), "_")), 240)
         names[key] = f"{name}-{index}" if name in names.values() else name
     return names
 

@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 
 from datamodules.files import replacing
-from report.quoting import code, plain
+from report.quoting import code, plain, program
 
 REPORT = Path(__file__).with_name("report.html")
 
@@ -24,6 +24,6 @@ def templates(folder: Path) -> jinja2.Environment:
 
 def render(path: Path, template: Path = REPORT, **page: Any) -> None:
     """Write a page atomically from a template, HTML or Markdown; parts that are not given are left out."""
-    text = templates(template.parent).get_template(template.name).render(page)
+    text = templates(template.parent).get_template(template.name).render(page, program=program)
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

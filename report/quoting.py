@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ PATHS = {
 }
 # Settings whose values are masked.
 SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential|^notify$", re.IGNORECASE)
+
+
+def program(script: str) -> str:
+    """Return the command that runs train.py or predict.py: its installed name, or in a clone the file."""
+    in_clone = (Path(__file__).parents[1] / "pyproject.toml").is_file()
+    return f"python {script}.py" if in_clone and "retouch-" not in Path(sys.argv[0]).name else f"retouch-{script}"
 
 
 def flat_settings(settings: Mapping[Any, Any], start: str = "", levels: float = math.inf) -> dict[str, Any]:

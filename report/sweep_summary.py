@@ -125,7 +125,7 @@ def _write_page(folder: Path, rows: list[dict[str, Any]], monitor: str, better: 
         jobs.append(
             {
                 "name": row["job"],
-                "link": str(run.report.relative_to(folder)) if run.report.is_file() else "",
+                "link": run.report.relative_to(folder).as_posix() if run.report.is_file() else "",
                 "overrides": without_secrets(row["overrides"]),
                 "value": f"{row['value']:.4g}" if row["value"] != "" else "failed",
                 "strips": [[data_url(image, THUMBNAIL) for image in strip if image] for strip in images],

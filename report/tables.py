@@ -37,7 +37,7 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     """Return the rows of a run's metrics.csv; none without the file."""
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -154,7 +154,7 @@ class RunFolder:
         """Return the size and time of each file by its path, without requests and hidden or unprintable names."""
         found = {}
         for path in (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names):
-            name = str(path.relative_to(self.path))
+            name = path.relative_to(self.path).as_posix()
             if name.isprintable() and "/." not in f"/{name}" and path.parent != self.requests and path.is_file():
                 with suppress(FileNotFoundError):  # removed since
                     facts = path.stat()

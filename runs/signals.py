@@ -11,8 +11,8 @@ from types import FrameType
 
 log = logging.getLogger("retouch")
 
-# Sent before the end by `sbatch --signal=USR1@180`, and USR2 by submitit: the job is requeued (`tasks.placement`).
-BEFORE_THE_END = (signal.SIGUSR1, signal.SIGUSR2)
+# Before the end, `sbatch --signal=USR1@180` and submitit (USR2) send them, and the job is requeued; Windows has none.
+BEFORE_THE_END = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *BEFORE_THE_END)
 # Seconds in which a further signal counts as a duplicate: a launcher passes on what the terminal or the cluster has
 # already sent to every process.

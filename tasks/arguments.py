@@ -19,9 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from datamodules.errors import UserError, listing
 from datamodules.shards import stores
-from report.quoting import PATHS, TEXTS, is_parsed, literal
+from report.quoting import PATHS, TEXTS, is_parsed, literal, program
 from runs.run_folder import RunFolder
 from tasks.check_keys import Declared, closest, declared
+from tasks.resolvers import CONF
 from tasks.resuming import OF_A_START, newest_run
 from tasks.terminal import log
 
@@ -89,6 +90,8 @@ def quote_values(arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if key in PATHS | TEXTS and not is_parsed(key, value):
             value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ only at a word's start
+            if key in PATHS and value.startswith("assets/") and not os.path.exists(value):  # an installed example
+                value = str(CONF.parent / value)
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders
                 value = os.path.abspath(value)
             argument = f"{key}={literal(value)}"
@@ -104,7 +107,7 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        raise UserError(f"{message}. Settings are written KEY=VALUE, without dashes: python {script}.py --help.")
+        raise UserError(f"{message}. Settings are written KEY=VALUE, without dashes: {program(script)} --help.")
 
     parser.error = refuse  # type: ignore[method-assign]
     found, unknown = parser.parse_known_intermixed_args(arguments)

@@ -11,9 +11,10 @@ from omegaconf import DictConfig
 from rich.filesize import decimal
 
 from datamodules.errors import UserError, count_of, listing, without_credentials
-from datamodules.locks import in_use
+from datamodules.locks import ON_WINDOWS, in_use
 from datamodules.shards.cache import USED, Cache
 from report.images import write_figure
+from report.quoting import program
 from tasks.contact_sheet import contact_sheet
 from tasks.encode import build_cache, cached_data
 from tasks.placement import frozen_model, place_trainer
@@ -30,7 +31,7 @@ def cache(cfg: DictConfig, _: Path) -> None:
     content = f"{count_of(manifest['samples'], 'samples')}, {decimal(manifest['bytes'])}"
     log.info(f"done: {filled} contains {content}; encoded for data.buckets={data.sample_set.framing.buckets}")
     given = _given("data|model") if filled.on_disk else [*_given("model"), f"data.shards={filled}"]
-    log.info(f"train on it: {' '.join(['python train.py', *given])}")
+    log.info(f"train on it: {' '.join([program('train'), *given])}")
 
 
 def _given(groups: str) -> list[str]:
@@ -74,7 +75,7 @@ def clean(cfg: DictConfig, _: Path) -> None:
                 log.info(f"{cache}  {decimal(size)}, {_described(cache)}, last used {when}")
                 freed += size
                 if cfg.delete:
-                    shutil.rmtree(cache.folder)
+                    shutil.rmtree(cache.folder, ignore_errors=ON_WINDOWS)  # where its lock is open
         except UserError:
             log.info(f"{cache} is being filled: it stays")
     if freed == 0:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rapidfuzz.distance import OSA
 
 from datamodules.errors import UserError, listing
-from report.quoting import flat_settings
+from report.quoting import flat_settings, program
 from tasks.check_values import OPEN_MAPPINGS
 from tasks.resolvers import CONF
 
@@ -140,7 +140,7 @@ class Declared:
                 hints = [f"It is a setting of {other}.py."]
         if self.takes_arguments(key) and (near is None or _unlikeness(key, near) > 1):
             hints.append(f"An argument that conf/ leaves out needs a +: +{key}=VALUE.")
-        listed = f"`python {self.script}.py --help` names those that people change most, --cfg job all of them."
+        listed = f"`{program(self.script)} --help` names those that people change most, --cfg job all of them."
         raise UserError(f"{key}: there is no such setting. {' '.join(hints) or listed}")
 
 

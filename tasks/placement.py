@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from datamodules.errors import UserError
+from report.quoting import program
 from runs.signals import BEFORE_THE_END, Stopped
 from tasks.terminal import is_first_process, machine_count
 
@@ -24,7 +25,7 @@ def join_processes(cfg: DictConfig) -> None:
     else:
         launcher, count = "srun", int(os.environ.get("SLURM_NTASKS", 1))
         if count > 1 and "SLURM_STEP_ID" not in os.environ:
-            raise UserError(f"this Slurm job has {count} tasks, and one command was started: srun python train.py ...")
+            raise UserError(f"the job has {count} tasks, and one command was started: srun {program('train')} ...")
     if count == 1:
         return
     nodes = machine_count()

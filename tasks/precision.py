@@ -22,6 +22,7 @@ from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
 from lightning_modules.pretrained.weights import save_quantized
 from lightning_modules.quantization.quantization import FORMATS, Quantization, nbytes
+from report.quoting import program
 from tasks.encode import build_cache, cached_data
 from tasks.folders import require_empty
 from tasks.placement import compute_device, frozen_model
@@ -54,7 +55,7 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
     log.info(f"{output_dir} holds {quantization.format}, {decimal(files)}")
     overrides = HydraConfig.get().overrides.task
     same = [shlex.quote(override) for override in overrides if re.match(r"model[./=](?!transformer_name)", override)]
-    log.info(f"train on it: {' '.join(['python train.py', *same, f'model.transformer_name_or_path={output_dir}'])}")
+    log.info(f"train on it: {' '.join([program('train'), *same, f'model.transformer_name_or_path={output_dir}'])}")
 
 
 def compare_precision(cfg: DictConfig, _: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from datamodules.shards import stores
+from report.quoting import program
 from tasks.folders import prediction_folder, run_folder
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -26,7 +27,7 @@ def warmup_steps(most: int, max_steps: int) -> int:
     return min(most, max_steps // 10)
 
 
-for _resolver in (work_folder, when, warmup_steps):
+for _resolver in (work_folder, when, warmup_steps, program):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
 # Computed once per command, so that the jobs of a sweep share the folder.
 for _folder in (run_folder, prediction_folder):

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import reading
-from report.quoting import SECRET, flat_settings
+from report.quoting import SECRET, flat_settings, program
 from runs.run_folder import End, RunFolder
 from tasks.terminal import is_first_process, log
 
@@ -178,5 +178,5 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         raise UserError(
             f"cannot resume with a changed setting: {'; '.join(hidden)}. Leave ckpt_path out and "
             f"{_from_weights(run.saved_weights())}; or resume with the run's own settings: "
-            f"python train.py output_dir={shlex.quote(str(run))} ckpt_path=last"
+            f"{program('train')} output_dir={shlex.quote(str(run))} ckpt_path=last"
         )

@@ -1,6 +1,9 @@
 """The files of deploy/ and the commands of docs/clusters.md fit the settings, Slurm's rules and each other."""
 
+import contextlib
+import importlib
 import itertools
+import json
 import os
 import re
 import shlex
@@ -11,7 +14,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tasks.arguments import quote_values
+from tasks.arguments import quote_values, read_arguments
 from tests.support.commands import ROOT, compose
 
 DEPLOY = ROOT / "deploy"
@@ -78,10 +81,10 @@ def commands(code):
     for place, word in enumerate(words):
         if re.search(r"\b(train|predict)(\.py)? ", word):  # a quoted command, as that of sh -c
             found += commands(f"retouch {word}")
-        name = re.fullmatch(r"(train|predict)(\.py)?|.*\.sbatch", word)
-        if name and (name[2] or not name[1] or words[place - 1] == "retouch"):
+        name = re.fullmatch(r"(?:!?(retouch)-)?(train|predict)(\.py)?|.*\.sbatch", word)
+        if name and (name[1] or name[3] or not name[2] or words[place - 1] == "retouch"):
             settings = itertools.takewhile(lambda one: "=" in one or one == "-m", words[place + 1 :])
-            found.append((name[1] or "train", [*settings, *([] if name[1] else ["resume=auto"])]))
+            found.append((name[2] or "train", [*settings, *([] if name[2] else ["resume=auto"])]))
     return found
 
 
@@ -161,11 +164,13 @@ def test_spot_job_trains_with_settings_that_exist(nodes, tmp_path):
 def test_image_gets_all_that_training_needs():
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)
-    folders = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    parts = project["tool"]["setuptools"]
+    installed = {name.removesuffix("*") for name in parts["packages"]["find"]["include"]}
+    installed |= {f"{name}.py" for name in parts["py-modules"]}
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert ignored[1] == "*"
     kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
-    assert kept >= folders - {"benchmarks"} | {"assets", "conf", "pyproject.toml", "train.py", "predict.py"}
+    assert kept == installed | {"deploy/entrypoint.sh", "pyproject.toml", "README.md", "LICENSE"}
     assert all((ROOT / name).exists() for name in kept)
     [extras] = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE, re.MULTILINE)
     assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
@@ -185,17 +190,18 @@ def test_image_is_built_only_if_it_trains():
 
 
 def test_image_runs_train_predict_and_any_other_command(tmp_path):
-    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    (tmp_path / "python").chmod(0o755)
+    for name in ("train", "predict", "studio"):
+        (tmp_path / f"retouch-{name}").write_text('#!/bin/sh\nprintf \'%s\\n\' "${0##*/}" "$@"\n')
+        (tmp_path / f"retouch-{name}").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def told(*words):
         return subprocess.check_output([ENTRYPOINT, *words], env=environment, text=True).splitlines()
 
     for name in ("train", "predict"):
-        script, *settings = told(name, "a=b c", "-m")
-        assert os.path.samefile(script, ROOT / f"{name}.py")
-        assert settings == ["a=b c", "-m"]
+        assert told(name, "a=b c", "-m") == [f"retouch-{name}", "a=b c", "-m"]
+    assert told("studio", "token=x") == ["retouch-studio", "host=0.0.0.0", "open=false", "token=x"]
+    compose("studio", "host=0.0.0.0", "open=false")
     assert told("echo", "train") == ["train"]
 
 
@@ -212,3 +218,20 @@ def test_commands_of_the_pages_have_settings_that_exist(name, arguments):
     if name == "train":
         assert cfg.resume == "auto"
         assert cfg.output_dir
+
+
+def test_notebook_has_no_results_and_commands_with_settings_that_exist():
+    notebook = json.loads((DEPLOY / "colab.ipynb").read_text(encoding="utf-8"))
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("nbformat").validate(notebook)
+    assert (notebook["nbformat"], notebook["nbformat_minor"], len(notebook["cells"])) == (4, 5, 10)
+    found = []
+    for cell in notebook["cells"]:
+        assert {"cell_type", "id", "metadata", "source"} <= cell.keys()
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            lines = [line for line in cell["source"] if line.startswith(("!retouch-", "!python "))]
+            found += commands("\n".join(lines))
+    assert len(found) == 4
+    for name, settings in found:
+        assert composed(name, read_arguments(settings, name)).task in ("inspect", "dry_run", "fit", "edit")

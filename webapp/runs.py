@@ -25,7 +25,7 @@ from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from datamodules.locks import LOCK, holder
 from report.images import THUMBNAIL, read_strip, sample_files
-from report.quoting import flat_settings, shareable
+from report.quoting import flat_settings, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.run_folder import REQUESTS, RunFolder
 from tasks.resuming import OF_A_START
@@ -276,7 +276,7 @@ class RunsPage:
         quoted = shlex.quote(str(run))
         if state == "running":
             return {name: f"touch {quoted}/requests/{name}" for name in REQUESTS}
-        return {"resume": f"python train.py output_dir={quoted} ckpt_path=last"} if state == "stopped" else {}
+        return {"resume": f"{program('train')} output_dir={quoted} ckpt_path=last"} if state == "stopped" else {}
 
     def compare(self, request: Request) -> Response:
         """Show the curves of several runs, and the settings that differ."""

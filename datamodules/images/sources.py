@@ -146,7 +146,7 @@ def _images_below(path: Path, root: Root, require_prompt: bool) -> Found:
             raise UserError(f"data.root={path}: {place} has a table of its own. Name that folder as data.root")
         found = samples_by_name(Listing.of(Path(place)), (), None, root, require_prompt)
         folder = Path(place).relative_to(path)
-        samples += [replace(one, key=str(folder / one.key)) for one in found.samples]
+        samples += [replace(one, key=(folder / one.key).as_posix()) for one in found.samples]
         incomplete += found.incomplete
     return Found(samples, incomplete)
 

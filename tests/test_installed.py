@@ -1,0 +1,76 @@
+"""The commands of the wheel in an empty folder, and training on a system that lacks what Windows lacks."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+
+from tests.support.commands import ROOT, short
+from tests.support.pictures import make_pairs
+
+WINDOWS = ROOT / "tests" / "support" / "windows"
+
+
+def in_git(*places):
+    """Return the files that git knows, or would add, in some places."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", *places]
+    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+    return {name for name in names if (ROOT / name).is_file()}
+
+
+def output(command, cwd, path):
+    """Return the output of a command that must end well, with a path for modules."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_file_and_its_commands_train_in_two_processes_and_edit_in_an_empty_folder(tmp_path):
+    for name in in_git():
+        copy = tmp_path / "source" / name  # setuptools writes next to the sources
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / name).read_bytes())
+    alone = ["--quiet", "--no-deps", "--no-index"]
+    pip, installed = [sys.executable, "-m", "pip"], tmp_path / "installed"
+    output([*pip, "wheel", *alone, "--no-build-isolation", "--wheel-dir", tmp_path, tmp_path / "source"], tmp_path, [])
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        held = {name for name in file.namelist() if ".dist-info/" not in name}
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)
+    parts = project["tool"]["setuptools"]
+    folders = [name.removesuffix("*") for name in parts["packages"]["find"]["include"]]
+    assert held == in_git(*folders, *(f"{name}.py" for name in parts["py-modules"]))
+
+    output([*pip, "install", *alone, "--target", installed, wheel], tmp_path, [])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    def run(name, *settings):
+        return output([installed / "bin" / f"retouch-{name}", "trainer.accelerator=cpu", *settings], empty, [installed])
+
+    two = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=2", "data.num_workers=0"]
+    few = ["sample_every=0", "data.val_count=0", "model.sampling.num_inference_steps=1", "output_dir=run"]
+    assert "\ntry it: retouch-predict lora=run image=" in run("train", *two, *few)
+    run("predict", "lora=run", "image=assets/shapes/example.png", "prompt=segment the shapes", "output_dir=edited")
+    assert [path.suffix for path in sorted((empty / "edited").iterdir())] == [".png", ".jsonl"]
+    assert "  retouch-predict task=inspect " in run("predict", "--help")
+    assert set(project["project"]["scripts"]) == {path.name for path in (installed / "bin").iterdir()}
+
+
+@pytest.mark.slow
+def test_run_trains_samples_and_validates_without_what_windows_lacks(tiny, tmp_path):
+    """No fcntl, SIGUSR1, SIGUSR2, fork and links; data workers are spawned; open files are not removed or replaced."""
+    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
+    settings = [*short(tiny, root, tmp_path / "run", 2, "pairs", shown=True), "data.num_workers=2", "data.val_count=1"]
+    more = ["model=flux_kontext", "save_every=1", "+callbacks.windows={_target_: sitecustomize.lightning_too}"]
+    text = output([sys.executable, ROOT / "train.py", *settings, *more], tmp_path, [WINDOWS, ROOT])
+    assert "no locks in" in text, "this is not Windows"
+    assert "done: " in text
+    for name in ("report.html", "lora/last/README.md", "checkpoints/last.ckpt", "finished.json"):
+        assert (tmp_path / "run" / name).is_file(), text
