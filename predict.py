@@ -1,6 +1,8 @@
 """Edit images with a trained LoRA; see `python predict.py --help`."""
 
 import contextlib
+import json
+import signal
 import sys
 
 import hydra
@@ -38,6 +40,20 @@ def _run(cfg: DictConfig) -> None:
             output_dir.rmdir()
 
 
+def _run_from_stdin() -> None:
+    """Run the commands of stdin, each line a JSON list of argument lists, and keep the model loaded between them."""
+    from tasks.edit import KEPT
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends a command only
+    KEPT.set({})
+    for line in sys.stdin:
+        with contextlib.suppress(SystemExit):  # a failed command is the last one of its line
+            for arguments in json.loads(line):
+                sys.argv[1:] = arguments
+                main()
+        print("done", flush=True)
+
+
 def main() -> None:
     """Run the command line."""
     with command_line(), hydras_errors("predict"):
@@ -46,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _run_from_stdin() if sys.argv[1:] == ["--stdin"] else main()

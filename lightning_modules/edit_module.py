@@ -18,6 +18,7 @@ from datamodules.encoding import EncodeRequest
 from datamodules.pairs import PairsDataModule
 from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
 from lightning_modules.adapters.applied import AppliedLoRAs
+from lightning_modules.adapters.peft_layers import remove_adapters
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.encoder import Encoder
 from lightning_modules.execution.blocks import ignored_by_ddp
@@ -49,6 +50,8 @@ class EditModule(L.LightningModule, Family):
         transformer: once it is loaded. text_encoders: the trainable ones.
         encoder, flow, denoise, sampler: RawBatch -> LatentBatch -> Noised -> velocities; LatentBatch -> images.
     """
+
+    stays_loaded = False  # True: the next prediction uses the loaded weights, with LoRAs of its own
 
     def __init__(
         self,
@@ -130,14 +133,15 @@ class EditModule(L.LightningModule, Family):
 
     def configure_model(self) -> None:
         """Load the transformer to train or to sample; can be called twice."""
-        if self.transformer is not None:
+        if self.transformer is not None and not self.stays_loaded:
             return
         # Lightning makes the trainer's device PyTorch's default: tensors for it are placed explicitly.
         with torch.device("cpu"):
             if self.adapter is not None:
                 self._load_to_train()
             elif self.sampler.sampling is not None:
-                self.transformer = self.base.load_transformer()
+                self.transformer = self.transformer or self.base.load_transformer()
+                remove_adapters(self.transformer)
                 chosen = self.sampler.sampling.transformer_name_or_path is not None
                 self.sampler.use(self.transformer, self.base.source if chosen else None)
                 self.sampler.loras.load(self.transformer, self.base)
@@ -163,7 +167,9 @@ class EditModule(L.LightningModule, Family):
             self.base.load_encoders()
 
     def cpu(self) -> Self:
-        """Release the weights: Lightning's last call in every run would copy them to CPU memory."""
+        """Release the weights, unless they stay: Lightning's last call in every run would copy them to CPU memory."""
+        if self.stays_loaded:
+            return self
         self.transformer = None
         self.sampler.use(None)
         self.base.release()

@@ -129,9 +129,10 @@ class Sampler:
         latents = self.encoder(request.raw, self.family.sampling_rules.negative_prompt(self.sampling))
         wanted = list(itertools.product(range(len(request.raw.prompts)), enumerate(request.seeds)))
         starts = range(0, len(wanted), request.batch_size)
-        for scale, start in itertools.product(request.lora_scales, starts):
+        for index, (scale, start) in enumerate(itertools.product(request.lora_scales, starts), 1):
             if should_stop():
                 return
+            self.base.timer.note_progress(f"image {index} of {len(request.lora_scales) * len(starts)}")
             together = wanted[start : start + request.batch_size]
             self.loras.set_scale(self.transformer, scale)
             seconds["denoise"] = seconds["decode"] = 0.0

@@ -80,6 +80,9 @@ def literal(value: str) -> str:
 
 def override(key: str, value: Any) -> str:
     """Return KEY=VALUE for a shell, which `tasks.arguments.quote_values` and Hydra read back as this value."""
+    if isinstance(value, list):
+        items = ",".join(literal(one) if key in PATHS else str(one) for one in value)
+        return f"{key}={shlex.quote(f'[{items}]')}" if len(value) > 1 else override(key, value[0])
     text = str(value)
     if isinstance(value, str) and (is_parsed(key, text) or (key in PATHS and text.startswith("~"))):
         text = literal(text)

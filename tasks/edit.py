@@ -1,14 +1,17 @@
 """task=edit: edit or create images."""
 
+import gc
 import math
+from contextvars import ContextVar
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class, instantiate
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.lifecycle import GracefulStop
@@ -20,10 +23,27 @@ from lightning_modules.family import Sampling
 from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
+from runs.signals import stop
 from tasks.check_values import check_ranges
 from tasks.models import Header, header_here, model_settings
 from tasks.placement import frozen_model, place_trainer
 from tasks.terminal import log, silence_libraries
+
+KEPT: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)  # model and settings, if it stays loaded
+
+
+def kept_or_new(cfg: DictConfig) -> Any:
+    """Return the loaded model if it has these settings; otherwise release it and return a new one."""
+    if (kept := KEPT.get()) is None:
+        return frozen_model(cfg)
+    model: Any = OmegaConf.to_container(cfg.model)
+    if (settings := model | {"sampling": cfg.trainer}) != kept.get("settings"):
+        kept.clear()
+        gc.collect()  # layers and hooks refer to each other
+        kept |= {"module": (module := frozen_model(cfg)), "settings": settings}
+        module.stays_loaded = not (cfg.model.compile or cfg.model.offload.blocks)  # other LoRAs need other blocks
+        module.base.timer.listeners += [partial(print, flush=True), lambda _: stop.check()]
+    return kept["module"]
 
 
 def edit(cfg: DictConfig, output_dir: Path) -> None:
@@ -53,10 +73,9 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
     family: Any = get_class(cfg.model._target_)
     data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales)
-    # Hydra would turn objects among its arguments into configs: finish the call without it.
-    transformer = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
-    partial = frozen_model(cfg, _partial_=True, transformer_name_or_path=transformer)
-    module = partial(loras=AppliedLoRAs(files, by_layer, weights), sampling=sampling)
+    cfg.model.transformer_name_or_path = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
+    module = kept_or_new(cfg)
+    module.sampler.loras, module.sampler.sampling = AppliedLoRAs(files, by_layer, weights), sampling
     note_unused_area(cfg, module)
     warn_of_other_base(module, files, [LoRAFile(file).header for file in files])
     silence_libraries()

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from report.page import templates
 
 HERE = Path(__file__).parent
+LARGEST = 50 * 2**20  # bytes of a form with its files
 
 
 def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
@@ -26,6 +27,8 @@ def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:
     """Return a route for a form; its handler may block."""
 
     async def endpoint(request: Request) -> Response:
+        if int(request.headers.get("content-length", LARGEST)) >= LARGEST:
+            raise HTTPException(413, f"the form has more than {LARGEST >> 20} MB. Choose smaller files.")
         async with request.form() as form:
             return await run_in_threadpool(handler, request, form)
 

@@ -3,6 +3,7 @@
 import hmac
 import logging
 import os
+import signal
 import socket
 import sys
 import webbrowser
@@ -23,6 +24,7 @@ from report.page import REPORT
 from webapp.answers import mistake
 from webapp.jobs import Jobs
 from webapp.runs import RunsPage, Shelf
+from webapp.tryout import TryPage
 
 log = logging.getLogger("retouch")
 
@@ -95,11 +97,13 @@ def _static(request: Request) -> Response:
 
 def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) -> Guard:
     """Return the application for the runs below a folder."""
-    shelf, jobs = Shelf(outputs), Jobs()
+    tries = TryPage(shelf := Shelf(outputs))
+    jobs = Jobs(tries.free)
     routes = [
         Route("/", lambda request: RedirectResponse("/runs")),
         Route("/static", _static),
         *RunsPage(shelf, jobs).routes(),
+        *tries.routes(),
     ]
     mistakes: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         UserError: mistake,
@@ -131,4 +135,5 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
     if opens and screen:  # else a text browser would take the terminal
         webbrowser.open(address)
     config = uvicorn.Config(create_app(token, host in LOCAL), log_level="error", lifespan="off")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # after uvicorn's own: files of the page are removed
     uvicorn.Server(config).run([listener])

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runs.run_folder import RunFolder
@@ -11,13 +11,15 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 
 
 class Jobs:
-    """The processes that the page has started."""
+    """The processes that the page has started; `free` makes room for them in the GPU's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, free: Callable[[], None]) -> None:
+        self.free = free
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, arguments: Sequence[str], run: RunFolder) -> None:
         """Start train.py, with its output in the run's log."""
+        self.free()
         self._started = [process for process in self._started if process.poll() is None]  # no zombies
         run.path.mkdir(parents=True, exist_ok=True)
         with run.log.open("ab") as log:

@@ -91,6 +91,14 @@ def without_adapters(transformer: nn.Module, adapter_names: Sequence[str] = (ADA
             layer._active_adapter = names
 
 
+def remove_adapters(transformer: Any) -> None:
+    """Put the layers of the base back in place of all adapter layers around them."""
+    for name, layer in list(transformer.named_modules()):
+        if hasattr(layer, "get_base_layer") and not re.search(r"\.base_layer\b", name):
+            transformer.set_submodule(name, layer.get_base_layer())
+    transformer.unload_lora()
+
+
 def cast_inputs(transformer: nn.Module, on: bool) -> None:
     """Set whether peft casts a layer's input to the dtype of the adapter's weights."""
     for layer in lora_layers(transformer, ADAPTER).values():

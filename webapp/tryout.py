@@ -1,0 +1,117 @@
+"""The tab Try: images from LoRAs and checkpoints side by side, by the commands of predict.py that it shows."""
+
+import hashlib
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from datamodules.errors import UserError
+from report.quoting import TEXTS, override
+from webapp.answers import page, post
+from webapp.jobs import TRAIN
+from webapp.runs import Shelf
+
+COMMAND = [sys.executable, str(TRAIN.with_name("predict.py")), "--stdin"]
+KEYS = ("model", "prompt", "negative_prompt", "lora_scale", "seed", "num_inference_steps", "guidance_scale")
+
+
+class TryPage:
+    """Routes of the tab, and a process of predict.py that keeps the model in memory from one command to the next."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self._temporary = TemporaryDirectory(prefix="retouch-try-", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
+        self._output = self._folder / "output.txt"
+        self._process: subprocess.Popen[str] | None = None
+        self.images: list[str] = []
+        self.rows: dict[Path, list[str]] = {}  # settings, quoted for a shell, by the folder of their images
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        gets = [Route("/try", self.show), Route("/try/image", self.image)]
+        return [*gets, post("/try", self.create), post("/try/stop", self.stop)]
+
+    def state(self) -> tuple[bool, list[str]]:
+        """Return whether the process lives, and the lines of its output: the last is the present work, or "done"."""
+        alive = self._process is not None and self._process.poll() is None
+        return alive, [line for line in self._output.read_text().splitlines() if line] if self.rows else ["done"]
+
+    def show(self, request: Request) -> Response:
+        """Show the form and the images that there are by now."""
+        name, runs, (alive, lines) = request.query_params.get("run"), self.shelf.runs(), self.state()
+        loras = sorted(str(file.parent) for run in runs.values() for file in run.path.glob("lora/*/pytorch_lora_*"))
+        run = name and self.shelf.get(name)
+        return page("try.html", tab="try", tries=self, loras=loras, first=run, alive=alive, lines=lines)
+
+    def records(self, folder: Path) -> list[dict[str, object]]:
+        """Return the facts that `ImageWriter` writes about each finished image, with its name on the page."""
+        lines = [line for path in folder.glob("*.jsonl") for line in path.read_text("utf-8").splitlines()]
+        return [one | {"name": f"{folder.name}/{one['file']}"} for one in map(json.loads, lines)]
+
+    def image(self, request: Request) -> Response:
+        """Return an uploaded image or a result."""
+        files = {str(path.relative_to(self._folder)): path for path in self._folder.rglob("*.png")}
+        if (path := files.get(request.query_params.get("name", ""))) is None:
+            raise HTTPException(404, "there is no such image")
+        return FileResponse(path, headers={"cache-control": "private, max-age=3600"})
+
+    def create(self, request: Request, form: FormData) -> Response:
+        """Start the commands of the form: one, or one for each LoRA."""
+        alive, lines = self.state()
+        if alive and lines[-1] != "done":
+            raise UserError("other images are being created. Cancel them, or wait.")
+        self.images = [self._store(one) for one in form.getlist("image") if isinstance(one, UploadFile) and one.size]
+        named = zip(map(str, form.getlist("lora")), map(str, form.getlist("weight")), strict=True)
+        loras = [(name.strip(), weight.strip() or "1") for name, weight in named if name.strip()]
+        groups = [[one] for one in loras] if form.get("each") and loras else [loras]
+        self.rows = {Path(mkdtemp(dir=self._folder)): self._settings(form, group) for group in groups}
+        self._output.write_text("starting\n")
+        if self._process is None or not alive:
+            with self._output.open("a") as file:
+                self._process = subprocess.Popen(COMMAND, text=True, stdin=subprocess.PIPE, stdout=file, stderr=file)
+        commands = [[*shlex.split(" ".join(row)), f"output_dir={folder}"] for folder, row in self.rows.items()]
+        print(json.dumps(commands), file=self._process.stdin, flush=True)
+        return RedirectResponse("/try", 303)
+
+    def _store(self, file: UploadFile) -> str:
+        """Store an upload under a name made from its content; predict.py ignores the suffix and refuses other files."""
+        path = self._folder / f"{hashlib.sha256(content := file.file.read()).hexdigest()[:16]}.png"
+        path.write_bytes(content)
+        return str(path)
+
+    def _settings(self, form: FormData, loras: list[tuple[str, str]]) -> list[str]:
+        """Return the settings of a command with these LoRAs and their strengths, quoted for a shell."""
+        names, weights = [name for name, _ in loras], [weight for _, weight in loras]
+        settings = {"lora": names, "lora_weights": [] if weights == ["1"] else weights, "image": self.images}
+        for key in KEYS:
+            text = str(form.get(key, ""))
+            settings[key] = [" ".join(text.split())] if key in TEXTS else text.replace(",", " ").split()
+        more = [shlex.quote(line) for line in map(str.strip, str(form.get("more", "")).splitlines()) if line]
+        if wrong := [line for line in more if line.startswith("-")]:
+            raise UserError(f"further settings: {wrong[0]} is an option. Write KEY=VALUE, one a line.")
+        return [*(override(key, values) for key, values in settings.items() if any(values)), *more]
+
+    def stop(self, request: Request, form: FormData) -> Response:
+        """Cancel the present commands, or free the memory."""
+        if form.get("memory"):
+            self.free()
+        elif self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+        return RedirectResponse("/try", 303)
+
+    def free(self) -> None:
+        """End the process, which frees the memory of its model for certain."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
