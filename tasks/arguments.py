@@ -184,7 +184,8 @@ def explained(error: Exception, known: Declared) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: this is not YAML ({error.problem})."
-    return ": ".join(_first_line(one) for one in (error, error.__cause__) if one is not None)
+    known_well = isinstance(error.__cause__, UserError)
+    return ": ".join(_first_line(one) for one in (error, error.__cause__)[known_well:] if one is not None)
 
 
 def _first_line(error: BaseException) -> str:

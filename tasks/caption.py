@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,20 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from PIL import Image
 
-from datamodules.errors import UserError, count_of, listing, printable
+from datamodules.errors import UserError, count_of, listing
 from datamodules.files import reading, replacing
 from datamodules.images.decoding import image_size, open_image
 from datamodules.images.samples import Sample
 from datamodules.images.windows import resize
 from lightning_modules.captioner import Answer, Captioner
 from lightning_modules.timing import ProgressLines
-from report.page import render
-from runs.run_folder import best_effort
+from report.quoting import program
 from runs.signals import stop
 from tasks.encode import cached_data
 from tasks.placement import compute_device
 from tasks.terminal import log, silence_libraries
 
-RECORDS, PAGE, TABLE = "captions.jsonl", "captions.html", "metadata.jsonl"
+RECORDS, TABLE = "captions.jsonl", "metadata.jsonl"
 
 
 def caption(cfg: DictConfig, output_dir: Path) -> None:
@@ -58,9 +57,8 @@ def caption(cfg: DictConfig, output_dir: Path) -> None:
             captioner.load(lambda: compute_device(cfg))
             write_captions(captioner, captions, [one.sample for one in usable])
     table = captions.write_table(found.samples)
-    captions.write_page()
     where = "next to their targets" if table is None else f"to {table}; train on it as data.root"
-    log.info(f"done: {count_of(captions.written, 'captions')} written {where}")
+    log.info(f"done: {count_of(captions.written, 'captions')} written {where}; review them: {program('studio')}")
 
 
 def write_captions(captioner: Captioner, captions: "Captions", samples: Sequence[Sample]) -> None:
@@ -77,7 +75,6 @@ def write_captions(captioner: Captioner, captions: "Captions", samples: Sequence
             progress.done(done)
     except BaseException as error:
         if captions.written:
-            captions.write_page()
             command = f"the same command with output_dir={shlex.quote(str(captions.folder))}"
             then = "starts again" if captions.overwrite else "continues"
             error.add_note(f"{count_of(captions.written, 'captions are')} written; {command} {then}")
@@ -108,17 +105,35 @@ class Caption:
 
     Attributes:
         target: path of its target.
-        images: paths of all images by their role.
         file: its file; None for a sample of a table.
         cut: the answer was cut off at captioner.max_new_tokens.
+        model: the captioner.
+        accepted: somebody has accepted it since.
     """
 
     key: str
     target: str
-    images: dict[str, str]
     caption: str
     file: str | None
     cut: bool
+    model: str = ""
+    accepted: bool = False
+
+    def accept(self, records: Path) -> None:
+        """Add to the records that it is accepted."""
+        read_records(records, repair=True)
+        with records.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(replace(self, accepted=True))) + "\n")
+
+
+def read_records(path: Path, repair: bool = False) -> list[Caption]:
+    """Return the recorded captions in order; with `repair` remove a line that a killed process has not finished."""
+    with reading(path, "remove it, or choose another output_dir"):
+        *lines, cut = path.read_text(encoding="utf-8").split("\n")
+        if cut and repair:
+            os.truncate(path, path.stat().st_size - len(cut.encode()))
+        rows = map(json.loads, lines)
+        return [Caption(**{key: row[key] for key in Caption.__annotations__ if key in row}) for row in rows]
 
 
 class Captions:
@@ -135,12 +150,7 @@ class Captions:
         self.known: dict[tuple[str, str], Caption] = {}
         self.written = 0
         if self.path.is_file():
-            with reading(self.path, "remove it, or choose another output_dir"):
-                *lines, cut = self.path.read_text(encoding="utf-8").split("\n")
-                self.known = {(one.target, one.key): one for one in (Caption(**json.loads(line)) for line in lines)}
-            if cut:  # by a killed process
-                with replacing(self.path) as temporary:
-                    temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            self.known = {(one.target, one.key): one for one in read_records(self.path, repair=True)}
 
     def of(self, sample: Sample) -> Caption | None:
         """Return the caption that was written for a sample."""
@@ -160,10 +170,10 @@ class Captions:
             Caption(
                 sample.key,
                 str(sample.target),
-                _roles(sample),
                 answer.text,
                 None if sample.caption_file is None else str(sample.caption_file),
                 answer.cut,
+                self.model,
             )
             for sample, answer in zip(samples, answers, strict=True)
             if answer.text and self.lacks(sample)
@@ -187,19 +197,6 @@ class Captions:
                     temporary.write_text(one.caption + "\n", encoding="utf-8")
             self.written += 1
 
-    def write_page(self) -> None:
-        """Write a page of images and captions to review, and log its path."""
-        title, line = count_of(len(self.known), "captions"), f"written by {self.model}; change a caption in its file"
-        cards = [
-            asdict(one)
-            | {"images": {role: Path(os.path.abspath(path)).as_uri() for role, path in one.images.items()}}
-            | {"key": printable(one.key), "file": printable(one.file or TABLE)}
-            for one in self.known.values()
-        ]
-        with best_effort(PAGE):
-            render(self.folder / PAGE, Path(__file__).with_name(PAGE), title=title, line=line, samples=cards)
-        log.info(f"look at them: {self.folder / PAGE}")
-
     def write_table(self, samples: Sequence[Sample]) -> Path | None:
         """Write the samples of tables with their captions as a new table; return None if there is no new caption."""
         of_tables = [(sample, self.of(sample)) for sample in samples if sample.caption_file is None]
@@ -211,12 +208,6 @@ class Captions:
                 if prompts := [new.caption] if new else list(sample.prompts):
                     file.write(json.dumps(_row(sample, prompts)) + "\n")
         return path
-
-
-def _roles(sample: Sample) -> dict[str, str]:
-    """Return the paths of a sample's images by their role."""
-    controls = {"before" if n == 1 else f"before, {n}": str(path) for n, path in enumerate(sample.controls, 1)}
-    return controls | {"after" if controls else "image": str(sample.target)}
 
 
 def _row(sample: Sample, prompts: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from datamodules.errors import UserError
 from report.page import REPORT
 from webapp.answers import mistake
+from webapp.data import DataPage
 from webapp.jobs import Jobs
 from webapp.runs import RunsPage, Shelf
 from webapp.tryout import TryPage
@@ -104,6 +105,7 @@ def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) 
         Route("/static", _static),
         *RunsPage(shelf, jobs).routes(),
         *tries.routes(),
+        *DataPage(shelf, jobs).routes(),
     ]
     mistakes: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         UserError: mistake,

@@ -17,14 +17,14 @@ class Jobs:
         self.free = free
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, arguments: Sequence[str], run: RunFolder) -> None:
-        """Start train.py, with its output in the run's log."""
+    def start(self, arguments: Sequence[str], run: RunFolder, script: str = "train") -> None:
+        """Start train.py, or predict.py, with its output in the run's log."""
         self.free()
         self._started = [process for process in self._started if process.poll() is None]  # no zombies
         run.path.mkdir(parents=True, exist_ok=True)
         with run.log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, str(TRAIN), *arguments],
+                [sys.executable, str(TRAIN.with_stem(script)), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

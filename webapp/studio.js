@@ -15,3 +15,4 @@ document.addEventListener("click", event => {
   wipe.hidden = picked.length < 2;
   wipe.querySelectorAll("img").forEach((image, index) => { image.src = picked.at(-index); });
 });
+document.addEventListener("keydown", event => { if (event.key === "Enter" && event.ctrlKey && event.target.matches(".sample textarea")) event.target.form.requestSubmit(); });
