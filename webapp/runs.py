@@ -1,6 +1,7 @@
 """The tab Runs: the runs below outputs/, one of them, several compared, and buttons that act on a running one."""
 
 import io
+import math
 import os
 import platform
 import shlex
@@ -9,7 +10,7 @@ import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlencode
 
 import yaml
@@ -24,7 +25,7 @@ from starlette.routing import Route
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from datamodules.locks import LOCK, holder
-from report.images import THUMBNAIL, read_strip, sample_files
+from report.images import THUMBNAIL, Strip, read_strip, sample_files
 from report.quoting import flat_settings, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.run_folder import REQUESTS, RunFolder
@@ -32,6 +33,8 @@ from tasks.resuming import OF_A_START
 from webapp.answers import page, post
 from webapp.jobs import Jobs
 
+# Figures of the list by their columns.
+FIGURES = {"loss": "loss_avg", "samples/s": "samples_per_second"}
 # Bytes of a log that are shown, runs on one page of the list, and longer side of a thumbnail in pixels.
 LOG, LISTED, SMALL = 20_000, 200, 384
 # A run on another machine counts as running while its report, written every 15 s, is younger.
@@ -42,19 +45,6 @@ REPORT_POLICY = (
 )
 
 
-class Summary(NamedTuple):
-    """A run in the list; figures as text."""
-
-    name: str
-    state: str
-    step: int
-    max_steps: int
-    model: str
-    started: float
-    figures: dict[str, str]
-    thumb: str
-
-
 class Shelf:
     """The runs below a folder, by their path in it."""
 
@@ -63,13 +53,9 @@ class Shelf:
 
     def runs(self) -> dict[str, RunFolder]:
         """Return the runs, also of sweeps, and commands that the page has started and that are no run yet."""
-        marks = [
-            mark
-            for depth in ("*", "*/*")
-            for name in ("config.yaml", "log.txt")
-            for mark in self.outputs.glob(f"{depth}/{name}")
-        ]
-        return {mark.parent.relative_to(self.outputs).as_posix(): RunFolder(mark.parent) for mark in marks}
+        names = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("config.yaml", "log.txt")]
+        folders = [mark.parent for name in names for mark in self.outputs.glob(name)]
+        return {folder.relative_to(self.outputs).as_posix(): RunFolder(folder) for folder in folders}
 
     def get(self, name: str) -> RunFolder:
         """Return a run; a name that is none of the runs' is not found, whatever path it is."""
@@ -78,10 +64,10 @@ class Shelf:
             raise HTTPException(404, f"there is no run {name} below {self.outputs}")
         return run
 
-    def summaries(self) -> list[Summary]:
-        """Return all runs, the newest first."""
+    def summaries(self) -> list[dict[str, Any]]:
+        """Return all runs, those that run and then the newest first."""
         found = [summarize(name, run) for name, run in self.runs().items()]
-        return sorted(found, key=lambda one: (one.state == "running", one.started), reverse=True)
+        return sorted(found, key=lambda one: (one["state"] == "running", one["started"]), reverse=True)
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
@@ -98,52 +84,39 @@ def _settings(path: Path, modified: int) -> dict[str, Any]:
 
 def state_of(run: RunFolder) -> str:
     """Return running, finished, stopped (it can be resumed) or failed."""
-    owner = holder(run.path)
-    if owner is not None and (owner.host == platform.node() or _age(run) < SECONDS_OF_A_REPORT):
-        return "running"
+    if (owner := holder(run.path)) is not None:
+        written = [path.stat().st_mtime for path in (run.report, run.path / LOCK) if path.is_file()]
+        if owner.host == platform.node() or time.time() - max(written, default=0) < SECONDS_OF_A_REPORT:
+            return "running"
     return "finished" if run.finished.is_file() else "stopped" if run.checkpoint.is_file() else "failed"
 
 
-def _age(run: RunFolder) -> float:
-    """Return the seconds since a run has written its lock or its report."""
-    written = [path.stat().st_mtime for path in (run.report, run.path / LOCK) if path.is_file()]
-    return time.time() - max(written, default=0.0)
-
-
-def summarize(name: str, run: RunFolder) -> Summary:
+def summarize(name: str, run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list; a damaged config.yaml is shown as such."""
+    settings, model, steps = {}, "", None
     try:
-        settings, model = settings_of(run), ""
+        settings = settings_of(run)
+        model, steps = settings.get("model_name", ""), settings.get("trainer", {}).get("max_steps")
     except UserError as error:
-        settings, model = {}, str(error)
+        model = str(error)
+    if isinstance(steps, str):  # it refers to another setting
+        config = OmegaConf.create(settings)
+        steps = OmegaConf.select(config, "trainer.max_steps", throw_on_resolution_failure=False)
     last, measured = last_metrics(run.metrics), read_validation(run.validation)
-    figures = {"loss": f"{float(last['loss_avg']):.4f}"} if "loss_avg" in last else {}
+    figures = {shown: float(last[key]) for shown, key in FIGURES.items() if key in last}
     if measured:
         monitor = settings.get("monitor") or ("psnr" if "psnr" in measured[-1] else "val_loss")
-        figures[str(monitor)] = f"{measured[-1].get(str(monitor), float('nan')):.4g}"
-    if "samples_per_second" in last:
-        figures["samples/s"] = f"{float(last['samples_per_second']):.3g}"
-    mark = run.config if run.config.is_file() else run.path
-    return Summary(
-        name,
-        state_of(run),
-        int(last.get("step") or 0),
-        _steps_of(settings),
-        model or str(settings.get("model_name", "")),
-        mark.stat().st_mtime,
-        figures,
-        _thumb(run),
-    )
-
-
-def _steps_of(settings: Mapping[str, Any]) -> int:
-    """Return trainer.max_steps, 0 for a setting that refers to others that cannot be resolved."""
-    steps = (settings.get("trainer") or {}).get("max_steps")
-    if isinstance(steps, str):
-        steps = OmegaConf.select(
-            OmegaConf.create(dict(settings)), "trainer.max_steps", throw_on_resolution_failure=False
-        )
-    return steps if isinstance(steps, int) else 0
+        figures[monitor] = measured[-1].get(monitor, math.nan)
+    return {
+        "name": name,
+        "state": state_of(run),
+        "step": last.get("step", "0"),
+        "max_steps": steps,
+        "model": model,
+        "started": (run.config if run.config.is_file() else run.path).stat().st_mtime,
+        "figures": figures,
+        "thumb": _thumb(run),
+    }
 
 
 def sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
@@ -151,28 +124,27 @@ def sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, An
     samples = sample_files(run)
     rows = []
     for sample, path in (samples[max(samples)] if samples else {}).items():
-        controls, has_target, prompt, small = _strip_facts(path, path.stat().st_mtime_ns)
+        strip = _strip(path, path.stat().st_mtime_ns)
+        count, newest = len(strip.controls), max(samples)
 
-        def address(step: int, part: str, sample: str = sample) -> str:
+        def address(step: int, part: int, sample: str = sample) -> str:
             return "/image?" + urlencode({"run": name, "sample": f"{step}/{sample}", "part": part})
 
         rows.append(
             {
-                "prompt": prompt,
-                "controls": [address(max(samples), f"control-{index}") for index in range(controls)],
-                "results": [address(step, "result") if sample in files else None for step, files in samples.items()],
-                "target": address(max(samples), "target") if has_target else "",
-                "size": "small" if small else "",
+                "prompt": strip.prompt,
+                "controls": [address(newest, index) for index in range(count)],
+                "results": [address(step, count) if sample in files else None for step, files in samples.items()],
+                "target": address(newest, count + 1) if strip.target else "",
+                "size": "small" if max(strip.result.size) <= THUMBNAIL else "",
             }
         )
     return list(samples), rows
 
 
-@lru_cache(2048)
-def _strip_facts(path: Path, modified: int) -> tuple[int, bool, str, bool]:
-    """Return the number of controls, whether there is a target, the prompt, and whether the images are small."""
-    strip = read_strip(path)
-    return len(strip.controls), strip.target is not None, strip.prompt, max(strip.result.size) <= THUMBNAIL
+@lru_cache(16)
+def _strip(path: Path, modified: int) -> Strip:
+    return read_strip(path)
 
 
 def tail(path: Path) -> str:
@@ -186,15 +158,14 @@ def tail(path: Path) -> str:
 
 def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between runs, each with its values; those of a start are left out."""
-    configs = [OmegaConf.create(shareable(one)) for one in settings.values()]
     flat = [flat_settings(shareable(one)) for one in settings.values()]
-    keys = sorted({key for one in flat for key in one if key.partition(".")[0] not in OF_A_START})
+    configs = [OmegaConf.create(shareable(one)) for one in settings.values()]
     rows = []
-    for key in keys:
-        if len({str(one.get(key)) for one in flat}) > 1:  # as written, and then as they are resolved
-            values = [OmegaConf.select(one, key, throw_on_resolution_failure=False) for one in configs]
-            rows.append((key, [str(value) for value in values]))
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    for key in sorted({key for one in flat for key in one if key.partition(".")[0] not in OF_A_START}):
+        if len({str(one.get(key)) for one in flat}) > 1:  # as written; resolving all takes seconds
+            values = [str(OmegaConf.select(one, key, throw_on_resolution_failure=False)) for one in configs]
+            rows += [(key, values)] if len(set(values)) > 1 else []
+    return rows
 
 
 def _thumb(run: RunFolder) -> str:
@@ -207,16 +178,14 @@ def _thumb(run: RunFolder) -> str:
 
 @lru_cache(512)
 def _image(path: Path, modified: int, part: str) -> bytes:
-    """Return a part of a sample image, or a thumbnail of the whole, as WebP without loss if it is small."""
+    """Return a part of a sample image by its index, or a thumbnail of the whole; as WebP, without loss if small."""
     if part == "all":
         with Image.open(path) as file:
             image = file.convert("RGB")
         image.thumbnail((SMALL, SMALL))
     else:
-        strip = read_strip(path)
-        kind, _, index = part.partition("-")
-        targets = [strip.target] if strip.target is not None else []
-        image = {"control": strip.controls, "result": [strip.result], "target": targets}[kind][int(index or 0)]
+        strip = _strip(path, modified)
+        image = [*strip.controls, strip.result, *filter(None, [strip.target])][int(part)]
     buffer = io.BytesIO()
     image.save(buffer, format="WEBP", lossless=max(image.size) <= SMALL, quality=90)
     return buffer.getvalue()
@@ -268,7 +237,7 @@ class RunsPage:
             asked=[one for one in REQUESTS if (run.requests / one).exists()],
             config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
             report=run.report.is_file(),
-            commands=self._commands(run, summary.state),
+            commands=self._commands(run, summary["state"]),
         )
 
     def _commands(self, run: RunFolder, state: str) -> dict[str, str]:
