@@ -66,7 +66,7 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
         with suppress(OSError):  # a full disk: task=clean frees it
             file.truncate(0)
             # Windows refuses to others even the reading of the locked byte, the first.
-            file.write(f" {platform.node()} {os.getpid()} {psutil.Process().create_time()}".encode())
+            file.write(lock_content(os.getpid()))
         try:
             yield
         finally:
@@ -74,6 +74,11 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
                 stack.close()
             with suppress(OSError):
                 path.unlink()
+
+
+def lock_content(pid: int) -> bytes:
+    """Return the content of the lock of a running process."""
+    return f" {platform.node()} {pid} {psutil.Process(pid).create_time()}".encode()
 
 
 def holder(folder: Path) -> Holder | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -112,6 +113,7 @@ def run_settings(cfg: DictConfig) -> dict[str, Any]:
     """
     primary: Any = OmegaConf.load(CONF / "train.yaml")
     del primary.hydra.help
+    primary.hydra.runtime = {"choices": HydraConfig.get().runtime.choices}  # for the page, to start the run again
     hydra_defaults = [entry for entry in primary.defaults if str(entry).startswith("{'override")]
     settings: Any = OmegaConf.to_container(cfg)
     settings["ckpt_path"] = settings["resume"] = settings["notify"] = None

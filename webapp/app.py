@@ -25,6 +25,7 @@ from webapp.answers import mistake
 from webapp.data import DataPage
 from webapp.jobs import Jobs
 from webapp.runs import RunsPage, Shelf
+from webapp.start import StartPage
 from webapp.tryout import TryPage
 
 log = logging.getLogger("retouch")
@@ -99,13 +100,14 @@ def _static(request: Request) -> Response:
 def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) -> Guard:
     """Return the application for the runs below a folder."""
     tries = TryPage(shelf := Shelf(outputs))
-    jobs = Jobs(tries.free)
+    jobs = Jobs(outputs, tries.free)
     routes = [
         Route("/", lambda request: RedirectResponse("/runs")),
         Route("/static", _static),
         *RunsPage(shelf, jobs).routes(),
         *tries.routes(),
         *DataPage(shelf, jobs).routes(),
+        *StartPage(shelf, jobs).routes(),
     ]
     mistakes: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
         UserError: mistake,

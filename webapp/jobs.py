@@ -1,24 +1,34 @@
-"""Runs that the page starts: processes of their own, which go on without it."""
+"""Runs that the page starts: processes of their own, which go on without it, and the queue of those that wait."""
 
+import json
+import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from datamodules.errors import UserError
+from datamodules.files import reading, replacing
+from datamodules.locks import LOCK, holder, in_use, lock_content
 from runs.run_folder import RunFolder
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 
 
 class Jobs:
-    """The processes that the page has started; `free` makes room for them in the GPU's memory."""
+    """Started processes, and a queue that all pages on a folder share. Before a start, `free` releases memory."""
 
-    def __init__(self, free: Callable[[], None]) -> None:
-        self.free = free
+    def __init__(self, outputs: Path, free: Callable[[], None]) -> None:
+        self.outputs, self.free = outputs, free
+        self._queue = outputs / ".queue" / "waiting.json"
         self._started: list[subprocess.Popen[bytes]] = []
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def start(self, arguments: Sequence[str], run: RunFolder, script: str = "train") -> None:
-        """Start train.py, or predict.py, with its output in the run's log."""
+        """Start train.py, or predict.py, with its output in the run's log; it counts as running at once."""
         self.free()
         self._started = [process for process in self._started if process.poll() is None]  # no zombies
         run.path.mkdir(parents=True, exist_ok=True)
@@ -30,4 +40,39 @@ class Jobs:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C ends the page only
             )
+        (run.path / LOCK).write_bytes(lock_content(process.pid))
         self._started.append(process)
+
+    def waiting(self) -> dict[str, list[str]]:
+        """Return the arguments of train.py in the queue by the run's folder."""
+        if not self._queue.is_file():
+            return {}
+        with reading(self._queue, "remove it"):
+            return dict(json.loads(self._queue.read_text(encoding="utf-8")))
+
+    @contextmanager
+    def changing(self) -> Iterator[dict[str, list[str]]]:
+        """Temporarily keep other pages out of the queue, and save it at the end."""
+        with in_use(self._queue.parent, wait=True):
+            yield (waiting := self.waiting())
+            with replacing(self._queue) as temporary:
+                temporary.write_text(json.dumps(waiting), encoding="utf-8")
+
+    def start_next(self) -> None:
+        """Start the first run of the queue unless another one runs on this machine."""
+        if self.waiting() and not self._is_busy():
+            with self.changing() as waiting:
+                if waiting and not self._is_busy():
+                    folder = next(iter(waiting))
+                    self.start(waiting[folder], RunFolder(folder))
+                    del waiting[folder]
+
+    def _is_busy(self) -> bool:
+        locks = [lock for depth in ("*", "*/*", "*/*/*") for lock in self.outputs.glob(f"[!.]{depth}/{LOCK}")]
+        return any(one is not None and one.host == platform.node() for one in (holder(lock.parent) for lock in locks))
+
+    def _watch(self) -> None:
+        while True:
+            with suppress(UserError, OSError):  # a full disk; a damaged queue, which the page shows
+                self.start_next()
+            time.sleep(2)

@@ -16,3 +16,7 @@ document.addEventListener("click", event => {
   wipe.querySelectorAll("img").forEach((image, index) => { image.src = picked.at(-index); });
 });
 document.addEventListener("keydown", event => { if (event.key === "Enter" && event.ctrlKey && event.target.matches(".sample textarea")) event.target.form.requestSubmit(); });
+document.addEventListener("click", event => {
+  const shown = document.getElementById(event.target.dataset.copies);
+  if (shown) { getSelection().selectAllChildren(shown); document.execCommand("copy"); event.target.textContent = "copied"; }
+});

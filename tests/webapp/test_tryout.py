@@ -190,7 +190,7 @@ def test_mistakes_are_a_line_and_headers_and_names_are_text(tab, loras, photo, t
 
 def test_a_run_that_the_page_starts_gets_the_memory(tmp_path):
     freed = []
-    Jobs(lambda: freed.append(True)).start(["--version"], RunFolder(tmp_path / "run"))
+    Jobs(tmp_path, lambda: freed.append(True)).start(["--version"], RunFolder(tmp_path / "run"))
     assert freed
 
 

@@ -1,0 +1,228 @@
+"""The tab Start: the form, the command, the dry run, and the queue."""
+
+import html
+import os
+import re
+import shlex
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from datamodules.locks import holder, lock_content
+from runs.run_folder import RunFolder
+from tests.support.commands import compose
+from tests.webapp.browsing import browser_page, studio_at
+from tests.webapp.conftest import write_run
+from webapp.jobs import Jobs
+from webapp.runs import Shelf, state_of
+from webapp.start import asked_by, listed_keys
+
+QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "data.source.count=20"]
+
+
+def fields(text):
+    """Return the value and the placeholder of each text field of the form."""
+    found = re.findall(r'<input name="([^"]+)" value="([^"]*)"(?: placeholder="([^"]*)")?>', text)
+    return {name: (html.unescape(value), default) for name, value, default in found}
+
+
+def shown_command(client, **form):
+    answer = client.post("/start", data=form, headers={"hx-request": "true"})
+    return html.unescape(re.sub(r"<.*?>", "", answer.text.split("</pre>")[0]))
+
+
+def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
+    before, after = (client.get(address).text for address in ("/start", "/start?model=flux_kontext&adapter=dora"))
+    assert len(listed_keys()) > 20
+    assert fields(before)["trainer.max_steps"][1] == "600"
+    assert fields(after)["trainer.max_steps"][1] == "2000"
+    assert "<option selected>dora</option>" in after
+    assert "Also train on each sample mirrored." in before, "the comment above data.flip"
+    assert "size of the LoRA; the update is scaled" in after, (
+        "the line of --help for adapter.rank, which has no comment"
+    )
+    assert "there is no such choice" in client.get("/start?model=nonsense").text
+
+
+def test_command_is_what_the_form_says_word_for_word(client, outputs):
+    text = shown_command(
+        client,
+        **{"output_dir": f"{outputs}/new", "model": "embedded", "data.root": "my $(touch x) pairs", "more": "seed=3"},
+    )
+    words = ["model=embedded", "data.root=my $(touch x) pairs", "seed=3", f"output_dir={outputs}/new"]
+    assert shlex.split(text) == ["python", "train.py", *words]
+    assert f"output_dir={outputs}/first-2" in shown_command(client, output_dir=f"{outputs}/first"), "first is taken"
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"more": "-cp /tmp"}, "is not accepted here"),
+        ({"more": "--config-dir=/tmp"}, "is not accepted here"),
+        ({"more": "hydra.run.dir=/tmp"}, "is not accepted here"),
+        ({"more": "+hydra/launcher=submitit_local"}, "is not accepted here"),
+        ({"more": "data@hydra.env=pairs"}, "is not accepted here"),
+        ({"more": "task=export"}, "is not accepted here"),
+        ({"more": "output_dir=/tmp/x"}, "is not accepted here"),
+        ({"more": "notify=json://secret"}, "is not accepted here"),
+        ({"data.root": "a\0b"}, "is not accepted here"),
+        ({"more": "adapter.rnk=3"}, "Did you mean adapter.rank?"),
+        ({"more": "words"}, "it is not KEY=VALUE"),
+        ({"output_dir": "../elsewhere"}, "it is not below"),
+        ({"output_dir": "{outputs}/../elsewhere"}, "it is not below"),
+        ({"output_dir": "{outputs}/.queue"}, "it is not below"),
+        ({"output_dir": "{outputs}"}, "it is not below"),
+        ({"output_dir": "s3://bucket/run"}, "it is not below"),
+    ],
+)
+@pytest.mark.parametrize("when", ["now", "next"])
+def test_form_starts_nothing_else_and_nowhere_else(client, outputs, form, words, when):
+    form = {"output_dir": f"{outputs}/new", "when": when, **form}
+    form["output_dir"] = form["output_dir"].format(outputs=outputs)
+    answer = client.post("/start", data=form, headers={"hx-request": "true"})
+    assert answer.status_code == 400
+    assert words in html.unescape(answer.text)
+    assert "\n" not in answer.text
+    assert {path.name for path in outputs.iterdir()} == {"first", "sweep"}
+
+
+def test_run_is_filled_in_again_with_the_settings_that_differ_without_secrets(client, outputs):
+    given = [
+        "adapter=tlora",
+        "adapter.rank=4",
+        "logger=none",
+        "callbacks.report=null",
+        "data.prefix='a, \"b\"'",
+        "seed=3",
+    ]
+    given += ["data.root=[{path:mine,repeats:3}]", "optimizer.betas=[0.8,0.9]", "+logger.x.api_key=k", "data.flip=true"]
+    given += ["adapter.alpha_pattern={to_*:8}", "data.shards=https://me:password@host/cache", "+trainer.fast_dev_run=2"]
+    cfg = compose("train", *given)
+    choices = HydraConfig.get().runtime.choices
+    settings = {**OmegaConf.to_container(cfg), "model_name": "embedded", "hydra": {"runtime": {"choices": choices}}}
+    write_run(outputs / "third", 4, "make it snow", **settings)
+    asked = asked_by(RunFolder(outputs / "third"))
+    assert "password" not in str(asked)
+    assert "api_key" not in str(asked)
+    more = asked.pop("more").splitlines()
+    again = compose("train", *(f"{key}={value}" for key, value in asked.items()), *more)
+    expected = compose("train", *(one for one in given if "api_key" not in one and "password" not in one))
+    assert again == expected
+    assert asked.keys() == {"model", "adapter", "logger", "adapter.rank", "data.root", "data.flip"}
+    assert 'placeholder="16"><small>' in client.get("/start?run=third").text
+    assert client.get("/start?run=nowhere").status_code == 404
+    assert asked_by(RunFolder(outputs / "first"))["model"] == "embedded", "of a run without recorded choices"
+
+
+@pytest.fixture
+def busy(outputs):
+    """Make the first run look like one that runs."""
+    (outputs / "first/.lock").write_bytes(lock_content(os.getpid()))
+
+
+def test_queue_outlives_the_page_and_is_reordered(client, outputs, busy):
+    for name in ("a", "b", "c"):
+        form = {"output_dir": f"{outputs}/{name}", "when": "next", "adapter.rank": "4"}
+        assert client.post("/start", data=form).headers["hx-trigger"] == "queued"
+    for name, change in (("c", "first"), ("a", "remove"), ("started since", "remove")):
+        client.post("/queue", data={"run": f"{outputs}/{name}", "change": change})
+    jobs = Jobs(outputs, lambda: None)
+    jobs.start_next()
+    assert [Path(folder).name for folder in jobs.waiting()] == ["c", "b"], "none starts while another one runs"
+    text = html.unescape(client.get("/start").text)
+    assert f"adapter.rank=4 output_dir={outputs}/c; \npython train.py adapter.rank=4 output_dir={outputs}/b" in text
+    (outputs / ".queue/waiting.json").write_text("{")
+    assert "waiting.json is damaged" in client.get("/start").text
+
+
+@pytest.mark.slow
+def test_several_pages_start_each_run_once_one_after_the_other_also_after_a_failure(outputs):
+    freed = []
+    pages = [Jobs(outputs, lambda: freed.append(1)) for _ in range(4)]
+    with pages[0].changing() as waiting:
+        waiting.update({str(outputs / name): ["adapter.rank=0", f"output_dir={outputs / name}"] for name in "abc"})
+    runs, running = [RunFolder(outputs / name) for name in "abc"], 0
+    end = time.monotonic() + 120
+    while pages[0].waiting() or any(holder(run.path) for run in runs):
+        assert time.monotonic() < end
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Jobs.start_next, pages))
+        running = max(running, sum(holder(run.path) is not None for run in runs))
+    assert running == 1
+    assert len(freed) == 3
+    for run in runs:
+        assert run.log.read_text().count("error: adapter.rank=0: must be a whole number from 1 on") == 1
+
+
+@pytest.mark.slow
+def test_dry_run_is_that_of_the_command_line_and_ends_the_one_before(client, run, tmp_path):
+    form = {"data.root": "nowhere"}
+    mistake = run("train", "data.root=nowhere", f"output_dir={tmp_path / 'x'}", "task=dry_run", ok=False).error
+    assert mistake == f"error: {html.unescape(re.sub('<.*?>', '', plan(client, **form).text))}".rstrip()
+    with ThreadPoolExecutor() as pool:
+        older = pool.submit(plan, client)
+        time.sleep(0.5)
+        rows = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", plan(client, **{"adapter.rank": "4"}).text))
+        assert older.result().status_code == 204
+    assert rows["trains"].startswith("LoRA rank 4")
+    assert {"time", "disk", "GPU in all"} <= rows.keys()
+
+
+def plan(client, **form):
+    return client.post("/plan", data=form, headers={"hx-request": "true"})
+
+
+@pytest.mark.slow
+def test_form_in_a_browser_shows_starts_and_queues_runs(tmp_path):
+    with studio_at(tmp_path) as address:
+        with suppress(AssertionError), browser_page(address) as page:  # at its end: a mistake's status in the console
+            page.goto(f"{address.partition('?')[0]}start")
+            page.locator("#command").wait_for()
+            page.locator("[name=more]").press_sequentially("adapter.rnk=3")
+            page.locator("aside").get_by_text("Did you mean adapter.rank?").wait_for()
+            page.locator("[name=more]").fill("adapter.rank=0")
+            page.locator("aside").get_by_text("adapter.rank=0: must be a whole number from 1 on").wait_for()
+        use_form(address, tmp_path / "outputs")
+
+
+def use_form(address, outputs):
+    with browser_page(address, viewport={"width": 390, "height": 844}) as page:
+        page.get_by_role("link", name="Start", exact=True).click()
+        page.locator("[name='adapter']").select_option("tlora")
+        page.locator("[name='adapter.rank']").fill("4")
+        page.locator("[name='output_dir']").fill("outputs/one")
+        page.locator("[name=more]").fill("\n".join(QUICK))
+        page.get_by_text("T-LoRA rank 1 to 4").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        command = page.locator("#command").inner_text()
+        assert shlex.split(command)[2:] == ["adapter=tlora", "adapter.rank=4", *QUICK, "output_dir=outputs/one"]
+        page.get_by_role("button", name="copy").click()
+        assert page.evaluate("getSelection().toString()") == command
+        page.get_by_role("button", name="after the runs before it").click()
+        page.get_by_text("output_dir=outputs/one-2").first.wait_for()
+        page.locator("[name='output_dir']").fill("outputs/two")
+        page.get_by_text("output_dir=outputs/two").wait_for()
+        page.get_by_role("button", name="after the runs before it").click()
+        page.get_by_role("heading", name="Queue").wait_for()
+        page.get_by_role("link", name="Runs").click()
+        page.get_by_text("finished").nth(1).wait_for()
+        assert Shelf(outputs).runs().keys() == {"one", "two"}
+        page.get_by_role("link", name="one", exact=True).click()
+        page.get_by_role("link", name="run again").click()
+        assert page.locator("[name='adapter']").input_value() == "tlora"
+        assert page.locator("[name='adapter.rank']").input_value() == "4"
+        assert set(page.locator("[name=more]").input_value().split()) == set(QUICK[1:])
+        page.get_by_role("button", name="start now").click()
+        page.get_by_text("running").wait_for()
+        page.get_by_text("starting: importing PyTorch").wait_for()
+    [started] = [run for name, run in Shelf(outputs).runs().items() if name not in ("one", "two")]
+    end = time.monotonic() + 120
+    while state_of(started) == "running":
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert state_of(started) == "finished", started.log.read_text()

@@ -1,0 +1,214 @@
+"""The tab Start: a form made from conf/, its command and dry run next to it, and the queue."""
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from starlette.datastructures import FormData
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from datamodules.errors import UserError, without_credentials
+from report.quoting import SECRET
+from runs.run_folder import RunFolder
+from tasks.arguments import hydras_errors, read_arguments
+from tasks.check_keys import declared
+from tasks.check_values import TRAINING, Switch
+from tasks.folders import run_folder
+from tasks.resolvers import CONF
+from tasks.resuming import OF_A_START
+from webapp.answers import page, post
+from webapp.jobs import TRAIN, Jobs
+from webapp.runs import Shelf, settings_of
+
+GROUPS = [
+    name for name in declared("train").groups if name.split("/")[0] not in ("callbacks", "hparams_search", "trainer")
+]
+GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
+COMMAND = ("python", "train.py")
+# Except on Windows, dry runs are forked from a process that has imported the libraries.
+CONTEXT: Any = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
+
+
+@cache
+def listed_keys() -> dict[str, str]:
+    """Return the settings that --help lists, with their lines."""
+    known = declared("train").leaves
+    listed = (CONF / "train.yaml").read_text(encoding="utf-8").partition("people change most")[2]
+    lines = re.findall(r"^ {8}(\S.*?) {2,}(\S.*)$", listed, re.MULTILINE)
+    found = {name.partition("=")[0]: line for names, line in lines for name in names.split(", ")}
+    return {key: line for key, line in found.items() if key in known and not (key in OF_A_START or SECRET.search(key))}
+
+
+def _comment(path: Path, name: str) -> str:
+    """Return the comment above a setting in a YAML file of conf/, or else in a file that it builds on."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if above := re.search(rf"((?:^ *#.*\n)+) *{name}:", text, re.MULTILINE):
+        return " ".join(re.sub(r"^ *# ?", "", above[1], flags=re.MULTILINE).split())
+    bases = [path.with_stem(base) for base in re.findall(r"^  - (\w+)$", text, re.MULTILINE)]
+    return next(filter(None, (_comment(base, name) for base in bases)), "")
+
+
+@cache
+def _composed(*choices: str) -> Any:
+    with hydras_errors("train"):  # not by hydra.compose, whose state all threads share
+        loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
+        return loader.load_configuration("train", list(choices), RunMode.RUN)
+
+
+def _typed(value: Any) -> str:
+    """Return a value as it is typed after KEY= on the command line."""
+    text = json.dumps(value, ensure_ascii=False, default=list)
+    text = re.sub(r'"(\S+)": ', r"\1: ", text) if not isinstance(value, str) else text  # Hydra quotes no keys
+    return re.sub(r'^"([A-Za-z_./][\w./-]*)"$', r"\1", text)
+
+
+def _differing(settings: Any, defaults: Any, start: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the settings that differ from the defaults; + precedes the key of one that these lack."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and isinstance(defaults.get(key, {}), dict):
+            yield from _differing(value, defaults.get(key, {}), f"{start}{key}.")
+        elif value != defaults.get(key, ...):
+            yield f"{'' if key in defaults else '+'}{start}{key}", _typed(value)
+
+
+def asked_by(run: RunFolder) -> dict[str, str]:
+    """Return the content of the form that starts a run again, without secrets; more: other settings, one a line."""
+    settings = {"model_name": "", **settings_of(run)}
+    recorded = settings.get("hydra", {}).get("runtime", {}).get("choices", {"model": settings["model_name"]})
+    usual = _composed(f"model={recorded['model']}").hydra.runtime.choices
+    asked = {name: one for name, one in recorded.items() if name in GROUPS and (name == "model" or one != usual[name])}
+    own = {key: value for key, value in settings.items() if key not in (*OF_A_START, "model_name")}
+    defaults = OmegaConf.to_container(_composed(*(f"{group}={one}" for group, one in asked.items())))
+    found = {key: value for key, value in _differing(own, defaults) if without_credentials(value) == value}
+    asked |= {key: value for key, value in found.items() if key in listed_keys()}
+    more = [f"{key}={value}" for key, value in found.items() if key not in asked and not SECRET.search(key)]
+    return {**asked, "more": "\n".join(more)}
+
+
+def arguments_of(asked: FormData) -> list[str]:
+    """Return the arguments of train.py for the content of the form, without output_dir."""
+    texts = {name: str(text).strip() for name, text in asked.items()}
+    named = [f"{name}={texts[name]}" for name in (*GROUPS, *listed_keys()) if texts.get(name)]
+    settings = [*named, *filter(None, map(str.strip, texts.get("more", "").splitlines()))]
+    for one in settings:
+        key = one.lstrip("+~").partition("=")[0]
+        if one.startswith("-") or "hydra" in key or key in OF_A_START or SECRET.search(key) or not one.isprintable():
+            raise UserError(f"{one[:99]!r} is not accepted here. Pass it on the command line.")
+    read_arguments([*settings, "--cfg", "job"], "train")  # as if only shown: without a line in the log
+    return settings
+
+
+def _dry_run(arguments: list[str], answer: Any) -> None:
+    """Run task=dry_run as the command line does, and send its rows and notes, or the line of a mistake."""
+    from tasks.dry_run import SHOW  # imports PyTorch
+
+    sys.stdout = sys.stderr = output = io.StringIO()
+    SHOW.set(lambda *plan: answer.send(plan))
+    sys.argv = [str(TRAIN), *arguments, "task=dry_run"]
+    try:
+        runpy.run_path(str(TRAIN), run_name="__main__")
+    except SystemExit:
+        answer.send(output.getvalue().rpartition("error: ")[2])
+    except Exception as error:
+        answer.send(repr(error))
+
+
+class StartPage:
+    """Routes of the tab."""
+
+    def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
+        self.shelf, self.jobs, self.outputs = shelf, jobs, shelf.outputs
+        self._one_thread = threading.Lock()
+        self._process: Any = None
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        at = {"/start": self.start, "/plan": self.plan, "/queue": self.change_queue}
+        return [Route("/start", self.show), *(post(*one) for one in at.items())]
+
+    def show(self, request: Request) -> Response:
+        """Show the form, with the defaults of the chosen groups, and the queue."""
+        asked = dict(request.query_params)
+        asked |= asked_by(self.shelf.get(asked["run"])) if "run" in asked else {}
+        cfg = _composed(*(f"{group}={asked[group]}" for group in GROUPS if asked.get(group)))
+        choices, fields = cfg.hydra.runtime.choices, []
+        for key, line in listed_keys().items():
+            if (value := OmegaConf.select(cfg, key, default=...)) is not ...:
+                group, name = key.split(".")[0], key.split(".")[-1]
+                file = f"{group}/{choices[group]}.yaml" if group in choices else "train.yaml"
+                default, switch = _typed(value), isinstance(TRAINING.get(key), Switch)
+                fields.append((key, _comment(CONF / file, name) or line, default, switch))
+        return page(
+            "start.html",
+            tab="start",
+            asked={"output_dir": f"{self.outputs}/{Path(run_folder(None)).name}", **asked},
+            groups={group: (choices[group], declared("train").groups[group]) for group in GROUPS},
+            fields=fields,
+            queue={run: without_credentials(shlex.join([*COMMAND, *one])) for run, one in self.jobs.waiting().items()},
+        )
+
+    def start(self, request: Request, form: FormData) -> Response:
+        """Show the command, start the run, or append it to the queue; a name that is taken gets a number."""
+        place, waiting = str(form.get("output_dir", "")).strip(), self.jobs.waiting()
+        full, top = Path(place).resolve(), self.outputs.resolve()
+        parts = full.relative_to(top).parts if full.is_relative_to(top) else ()
+        if not 1 <= len(parts) <= 2 or any(part.startswith(".") for part in parts):
+            raise UserError(f"output_dir={place}: it is not below {self.outputs}/. Write {self.outputs}/NAME.")
+        ends = ("", *(f"-{index}" for index in range(2, 10_000)))
+        runs = (RunFolder(f"{self.outputs.joinpath(*parts)}{end}") for end in ends)
+        run = next(one for one in runs if not one.path.exists() and str(one) not in waiting)
+        arguments = [*arguments_of(form), f"output_dir={run}"]
+        if form.get("when") == "now":
+            self.jobs.start(arguments, run)
+            name = run.path.relative_to(self.outputs).as_posix()
+            return HTMLResponse("", headers={"hx-redirect": f"/run?{urlencode({'run': name})}"})
+        if form.get("when") == "next":
+            with self.jobs.changing() as waiting:
+                waiting[str(run)] = arguments
+            return HTMLResponse("", headers={"hx-trigger": "queued"})
+        return page("plan.html", command=shlex.join([*COMMAND, *arguments]))
+
+    def plan(self, request: Request, form: FormData) -> Response:
+        """Show the dry run, and end the one before."""
+        arguments = [*arguments_of(form), f"output_dir={self.outputs}/.plan"]
+        CONTEXT.set_forkserver_preload(["tasks.dry_run", "tasks.fit", __name__])
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        with self._one_thread, sender:
+            if self._process is not None:
+                self._process.kill()
+            self._process = CONTEXT.Process(target=_dry_run, args=(arguments, sender), daemon=True)
+            self._process.start()
+        try:
+            answer = receiver.recv()
+        except EOFError:  # ended by the next one
+            return Response(status_code=204)
+        if isinstance(answer, str):
+            raise UserError(answer)
+        return page("plan.html", plan=answer)
+
+    def change_queue(self, request: Request, form: FormData) -> Response:
+        """Remove a run from the queue, or start it before the others."""
+        with self.jobs.changing() as waiting:
+            folder, others = str(form.get("run")), dict(waiting)
+            arguments = others.pop(folder, None)
+            waiting.clear()
+            waiting |= {folder: arguments} if arguments and form.get("change") == "first" else {}
+            waiting |= others
+        return HTMLResponse("", headers={"hx-trigger": "queued"})
