@@ -44,6 +44,10 @@ GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
 COMMAND = ("python", "train.py")
 # Except on Windows, dry runs are forked from a process that has imported the libraries.
 CONTEXT: Any = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
+PRELOADED = [__name__, "tasks.dry_run", "tasks.fit"]
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+if sys.argv == ["-c"]:  # that process: some libraries would start CUDA, which takes memory and cannot be forked
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @cache
@@ -119,6 +123,8 @@ def _dry_run(arguments: list[str], answer: Any) -> None:
     """Run task=dry_run as the command line does, and send its rows and notes, or the line of a mistake."""
     from tasks.dry_run import SHOW  # imports PyTorch
 
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ |= {} if GPUS is None else {"CUDA_VISIBLE_DEVICES": GPUS}
     sys.stdout = sys.stderr = output = io.StringIO()
     SHOW.set(lambda *plan: answer.send(plan))
     sys.argv = [str(TRAIN), *arguments, "task=dry_run"]
@@ -188,7 +194,7 @@ class StartPage:
     def plan(self, request: Request, form: FormData) -> Response:
         """Show the dry run, and end the one before."""
         arguments = [*arguments_of(form), f"output_dir={self.outputs}/.plan"]
-        CONTEXT.set_forkserver_preload(["tasks.dry_run", "tasks.fit", __name__])
+        CONTEXT.set_forkserver_preload(PRELOADED)
         receiver, sender = CONTEXT.Pipe(duplex=False)
         with self._one_thread, sender:
             if self._process is not None:
