@@ -17,7 +17,7 @@ from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 from report.commands import Names, commands
-from report.images import THUMBNAIL, data_url, last_strips, read_strip, sample_files, to_image, write_grid
+from report.images import THUMBNAIL, data_url, last_strips, read_strip, sample_files, sample_rows, to_image, write_grid
 from report.page import render
 from report.quoting import shareable, without_secrets
 from report.tables import curves, headline, read_metrics, read_validation
@@ -39,7 +39,7 @@ class Report(L.Callback):
         self.run = RunFolder(output_dir)
         self.model_name = model_name
         self._data: dict[str, Any] = {}
-        self._shown = functools.cache(_shown)
+        self._data_url = functools.cache(_data_url)
         self._written = 0.0  # until the first page
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -80,20 +80,12 @@ class Report(L.Callback):
             with best_effort("report"):
                 self._write(trainer, module, unfinished=False)
 
-    def _rows(self, samples: dict[int, dict[str, Path]]) -> list[dict[str, Any]]:
-        """Return the rows of sample images: those of the last step, each with its results at all steps."""
-        rows = []
-        for name, path in (samples[max(samples)] if samples else {}).items():
-            results = [self._shown(files[name])["result"] if name in files else None for files in samples.values()]
-            rows.append({**self._shown(path), "results": results})
-        return rows
-
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
         assert module.adapter is not None
         assert module.objective is not None
         metrics, validation = read_metrics(self.run.metrics), read_validation(self.run.validation)
         samples = sample_files(self.run, trainer.global_step)
-        rows, data = self._rows(samples), PairsDataModule.of(trainer)
+        rows, data = sample_rows(samples, self._data_url), PairsDataModule.of(trainer)
         if not self._data:
             with best_effort("part of the report on the data"):
                 self._data = _describe(data)
@@ -120,16 +112,9 @@ class Report(L.Callback):
         )
 
 
-def _shown(path: Path) -> dict[str, Any]:
-    """Return the page's part on a sample image."""
-    strip = read_strip(path)
-    return {
-        "result": data_url(strip.result),
-        "prompt": strip.prompt if strip.target else f"{strip.prompt} (of sample_root)",
-        "controls": [data_url(control) for control in strip.controls],
-        "target": data_url(strip.target) if strip.target else "",
-        "size": "small" if max(strip.result.size) <= THUMBNAIL else "",
-    }
+def _data_url(path: Path, part: int) -> str:
+    """Return a part of a sample image by its index as a data URL."""
+    return data_url(read_strip(path).parts[part])
 
 
 def _describe(data: PairsDataModule) -> dict[str, Any]:

@@ -4,10 +4,10 @@ import base64
 import io
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -104,9 +104,14 @@ class Strip(NamedTuple):
     target: Image.Image | None
     prompt: str
 
+    @property
+    def parts(self) -> list[Image.Image]:
+        """Images in their order in the file."""
+        return [*self.controls, self.result, *([] if self.target is None else [self.target])]
+
     def write(self, path: Path) -> Image.Image:
         """Write controls, result and target as one PNG, and return it."""
-        parts = in_a_row([*self.controls, self.result, *([] if self.target is None else [self.target])])
+        parts = in_a_row(self.parts)
         image = Image.fromarray(np.concatenate([np.asarray(part) for part in parts], axis=1))
         facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": self.prompt}
         save_png(image, path, facts if self.target is not None else {**facts, NO_TARGET: "true"})
@@ -138,6 +143,29 @@ def sample_files(run: RunFolder, last: float = math.inf) -> dict[int, dict[str, 
     """Return a run's sample images up to a step, by step and name."""
     folders = {step: folder for step, folder in run.sampled_steps().items() if step <= last}
     return {step: {path.stem: path for path in sorted(folder.glob("*.png"))} for step, folder in folders.items()}
+
+
+def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Path, int], str]) -> list[dict[str, Any]]:
+    """Return the rows of a page: the sample images of the last step, each with its results at all steps.
+
+    Args:
+        samples: result of `sample_files`.
+        address: of a part of a file by its index, for the page.
+    """
+    rows = []
+    for name, path in (samples[max(samples)] if samples else {}).items():
+        strip = read_strip(path)
+        count = len(strip.controls)
+        rows.append(
+            {
+                "prompt": strip.prompt if strip.target else f"{strip.prompt} (of sample_root)",
+                "controls": [address(path, index) for index in range(count)],
+                "results": [address(files[name], count) if name in files else None for files in samples.values()],
+                "target": address(path, count + 1) if strip.target else "",
+                "size": "small" if max(strip.result.size) <= THUMBNAIL else "",
+            }
+        )
+    return rows
 
 
 def last_strips(run: RunFolder, last: float = math.inf) -> Iterator[Strip]:

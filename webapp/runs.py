@@ -25,7 +25,7 @@ from starlette.routing import Route
 from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from datamodules.locks import LOCK, holder
-from report.images import THUMBNAIL, Strip, read_strip, sample_files
+from report.images import read_strip, sample_files, sample_rows
 from report.quoting import flat_settings, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.run_folder import REQUESTS, RunFolder
@@ -119,32 +119,19 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
     }
 
 
-def sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return the steps with sample images, and a row of addresses for each sample of the last step."""
-    samples = sample_files(run)
-    rows = []
-    for sample, path in (samples[max(samples)] if samples else {}).items():
-        strip = _strip(path, path.stat().st_mtime_ns)
-        count, newest = len(strip.controls), max(samples)
-
-        def address(step: int, part: int, sample: str = sample) -> str:
-            return "/image?" + urlencode({"run": name, "sample": f"{step}/{sample}", "part": part})
-
-        rows.append(
-            {
-                "prompt": strip.prompt,
-                "controls": [address(newest, index) for index in range(count)],
-                "results": [address(step, count) if sample in files else None for step, files in samples.items()],
-                "target": address(newest, count + 1) if strip.target else "",
-                "size": "small" if max(strip.result.size) <= THUMBNAIL else "",
-            }
-        )
-    return list(samples), rows
+def _sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the steps with sample images, and the rows of `sample_rows`."""
+    folders = run.sampled_steps()
+    return list(folders), _rows(name, run.path, *(folder.stat().st_mtime_ns for folder in folders.values()))
 
 
-@lru_cache(16)
-def _strip(path: Path, modified: int) -> Strip:
-    return read_strip(path)
+@lru_cache(64)
+def _rows(name: str, folder: Path, *modified: int) -> list[dict[str, Any]]:
+    def address(path: Path, part: int) -> str:
+        step = path.parent.name.removeprefix("step-")
+        return "/image?" + urlencode({"run": name, "sample": f"{int(step)}/{path.stem}", "part": part})
+
+    return sample_rows(sample_files(RunFolder(folder)), address)
 
 
 def tail(path: Path) -> str:
@@ -184,8 +171,7 @@ def _image(path: Path, modified: int, part: str) -> bytes:
             image = file.convert("RGB")
         image.thumbnail((SMALL, SMALL))
     else:
-        strip = _strip(path, modified)
-        image = [*strip.controls, strip.result, *filter(None, [strip.target])][int(part)]
+        image = read_strip(path).parts[int(part)]
     buffer = io.BytesIO()
     image.save(buffer, format="WEBP", lossless=max(image.size) <= SMALL, quality=90)
     return buffer.getvalue()
@@ -223,7 +209,7 @@ class RunsPage:
         name = request.query_params.get("run", "")
         run = self.shelf.get(name)
         metrics, validation, summary = read_metrics(run.metrics), read_validation(run.validation), summarize(name, run)
-        steps, rows = sample_rows(name, run)
+        steps, rows = _sample_rows(name, run)
         return page(
             "run.html",
             tab="runs",
@@ -261,7 +247,7 @@ class RunsPage:
             inks=dict(zip(names, COLORS, strict=False)),
             curves=compared_curves(tables),
             differences=differences({name: settings_of(run) for name, run in runs.items()}),
-            images=[(name, *sample_rows(name, run)) for name, run in runs.items()],
+            images=[(name, *_sample_rows(name, run)) for name, run in runs.items()],
         )
 
     def report(self, request: Request) -> Response:
