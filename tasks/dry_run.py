@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -43,10 +41,6 @@ from lightning_modules.quantization.quantization import FORMATS, Quantization
 from tasks.models import without_network
 from tasks.terminal import log, silence_libraries
 
-TITLE = "Retouch, dry run"
-# Shows the rows and notes of a plan; the page of studio.py replaces it.
-SHOW: ContextVar[Any] = ContextVar("show", default=lambda *plan: Console(stderr=True).print(panel(TITLE, *plan)))
-
 
 @dataclass
 class Footprint:
@@ -71,7 +65,7 @@ class Footprint:
 
 
 def dry_run(cfg: DictConfig, _: Path) -> None:
-    """Show the memory, disk and time of the run of train.py's config, without reading weights."""
+    """Print the memory, disk and time of the run of train.py's config, without reading weights."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         raise UserError("task=dry_run plans one run: leave -m and the lists out")
     silence_libraries()
@@ -106,7 +100,7 @@ def dry_run(cfg: DictConfig, _: Path) -> None:
         "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
         **_memory(plan, module, caches, samples, other),
     }
-    SHOW.get()(shown, data.notes)
+    Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 
 def _memory(plan: Footprint, module: EditModule, caches: bool, samples: bool, other: int) -> dict[str, str]:

@@ -1,12 +1,10 @@
 """The tab Start: a form made from conf/, its command and dry run next to it, and the queue."""
 
-import io
 import json
-import multiprocessing
 import os
 import re
-import runpy
 import shlex
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -42,12 +40,6 @@ GROUPS = [
 ]
 GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
 COMMAND = ("python", "train.py")
-# Except on Windows, dry runs are forked from a process that has imported the libraries.
-CONTEXT: Any = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
-PRELOADED = [__name__, "tasks.dry_run", "tasks.fit"]
-GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
-if sys.argv == ["-c"]:  # that process: some libraries would start CUDA, which takes memory and cannot be forked
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @cache
@@ -119,30 +111,13 @@ def arguments_of(asked: FormData) -> list[str]:
     return settings
 
 
-def _dry_run(arguments: list[str], answer: Any) -> None:
-    """Run task=dry_run as the command line does, and send its rows and notes, or the line of a mistake."""
-    from tasks.dry_run import SHOW  # imports PyTorch
-
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ |= {} if GPUS is None else {"CUDA_VISIBLE_DEVICES": GPUS}
-    sys.stdout = sys.stderr = output = io.StringIO()
-    SHOW.set(lambda *plan: answer.send(plan))
-    sys.argv = [str(TRAIN), *arguments, "task=dry_run"]
-    try:
-        runpy.run_path(str(TRAIN), run_name="__main__")
-    except SystemExit:
-        answer.send(output.getvalue().rpartition("error: ")[2])
-    except Exception as error:
-        answer.send(repr(error))
-
-
 class StartPage:
     """Routes of the tab."""
 
     def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
         self.shelf, self.jobs, self.outputs = shelf, jobs, shelf.outputs
         self._one_thread = threading.Lock()
-        self._process: Any = None
+        self._process: subprocess.Popen[str] | None = None
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -192,22 +167,21 @@ class StartPage:
         return page("plan.html", command=shlex.join([*COMMAND, *arguments]))
 
     def plan(self, request: Request, form: FormData) -> Response:
-        """Show the dry run, and end the one before."""
-        arguments = [*arguments_of(form), f"output_dir={self.outputs}/.plan"]
-        CONTEXT.set_forkserver_preload(PRELOADED)
-        receiver, sender = CONTEXT.Pipe(duplex=False)
-        with self._one_thread, sender:
+        """Show what the command prints with task=dry_run, and end the one before."""
+        command = [sys.executable, str(TRAIN), *arguments_of(form), f"output_dir={self.outputs}/.plan", "task=dry_run"]
+        with self._one_thread:
             if self._process is not None:
                 self._process.kill()
-            self._process = CONTEXT.Process(target=_dry_run, args=(arguments, sender), daemon=True)
-            self._process.start()
-        try:
-            answer = receiver.recv()
-        except EOFError:  # ended by the next one
+            environment = {**os.environ, "COLUMNS": "58", "PYTHONUTF8": "1"}
+            self._process = process = subprocess.Popen(
+                command, stderr=subprocess.PIPE, encoding="utf-8", env=environment
+            )
+        _, printed = process.communicate()
+        if process.returncode < 0:  # ended by the next one
             return Response(status_code=204)
-        if isinstance(answer, str):
-            raise UserError(answer)
-        return page("plan.html", plan=answer)
+        if process.returncode:
+            raise UserError(printed.rpartition("error: ")[2])
+        return page("plan.html", plan=printed[printed.find("╭") :])
 
     def change_queue(self, request: Request, form: FormData) -> Response:
         """Remove a run from the queue, or start it before the others."""

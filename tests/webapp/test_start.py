@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from datamodules.locks import holder, lock_content
 from runs.run_folder import RunFolder
-from tests.support.commands import compose, run_code
+from tests.support.commands import compose
 from tests.webapp.browsing import browser_page, studio_at
 from tests.webapp.conftest import write_run
 from webapp.jobs import Jobs
@@ -167,19 +167,10 @@ def test_dry_run_is_that_of_the_command_line_and_ends_the_one_before(client, run
     with ThreadPoolExecutor() as pool:
         older = pool.submit(plan, client)
         time.sleep(0.5)
-        rows = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", plan(client, **{"adapter.rank": "4"}).text))
+        text = plan(client, **{"adapter.rank": "4"}).text
         assert older.result().status_code == 204
-    assert rows["trains"].startswith("LoRA rank 4")
-    assert {"time", "disk", "GPU in all"} <= rows.keys()
-
-
-@pytest.mark.slow
-def test_process_from_which_dry_runs_are_forked_leaves_the_gpu_alone(monkeypatch):
-    """PyTorch cannot use CUDA in a process that was forked after a look at the devices."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    code = "import torch; from webapp.start import CONTEXT, PRELOADED; CONTEXT.set_forkserver_preload(PRELOADED); "
-    code += "print(CONTEXT.Pool(1).apply(torch.cuda._is_in_bad_fork))"
-    assert run_code(code).stdout.split()[-1] == "False"
+    assert "LoRA rank 4" in text
+    assert all(f" {name} " in text for name in ("time", "disk", "GPU in all"))
 
 
 def plan(client, **form):
