@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from report.page import templates
+from report.quoting import program
 
 HERE = Path(__file__).parent
 LARGEST = 50 * 2**20  # bytes of a form with its files
@@ -20,7 +21,7 @@ LARGEST = 50 * 2**20  # bytes of a form with its files
 
 def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """Render a template of this package."""
-    return HTMLResponse(templates(HERE).get_template(template).render(values), status)
+    return HTMLResponse(templates(HERE).get_template(template).render(values, program=program), status)
 
 
 def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:

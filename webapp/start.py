@@ -39,7 +39,6 @@ GROUPS = [
     name for name in declared("train").groups if name.split("/")[0] not in ("callbacks", "hparams_search", "trainer")
 ]
 GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
-COMMAND = ("python", "train.py")
 
 
 @cache
@@ -142,7 +141,7 @@ class StartPage:
             asked={"output_dir": f"{self.outputs}/{Path(run_folder(None)).name}", **asked},
             groups={group: (choices[group], declared("train").groups[group]) for group in GROUPS},
             fields=fields,
-            queue={run: without_credentials(shlex.join([*COMMAND, *one])) for run, one in self.jobs.waiting().items()},
+            queue={run: without_credentials(shlex.join(one)) for run, one in self.jobs.waiting().items()},
         )
 
     def start(self, request: Request, form: FormData) -> Response:
@@ -164,7 +163,7 @@ class StartPage:
             with self.jobs.changing() as waiting:
                 waiting[str(run)] = arguments
             return HTMLResponse("", headers={"hx-trigger": "queued"})
-        return page("plan.html", command=shlex.join([*COMMAND, *arguments]))
+        return page("plan.html", command=shlex.join(arguments))
 
     def plan(self, request: Request, form: FormData) -> Response:
         """Show what the command prints with task=dry_run, and end the one before."""
