@@ -135,7 +135,7 @@ def test_queue_outlives_the_page_and_is_reordered(client, outputs, busy):
     jobs.start_next()
     assert [Path(folder).name for folder in jobs.waiting()] == ["c", "b"], "none starts while another one runs"
     text = html.unescape(client.get("/start").text)
-    assert f"adapter.rank=4 output_dir={outputs}/c; \npython train.py adapter.rank=4 output_dir={outputs}/b" in text
+    assert f"adapter.rank=4 output_dir={outputs}/c; python train.py adapter.rank=4 output_dir={outputs}/b" in text
     (outputs / ".queue/waiting.json").write_text("{")
     assert "waiting.json is damaged" in client.get("/start").text
 
