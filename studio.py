@@ -17,7 +17,7 @@ def _run(cfg: DictConfig) -> None:
     with one_line_errors():
         from webapp.app import serve
 
-        serve(cfg.host, cfg.port, secrets.token_urlsafe(16) if cfg.token is None else str(cfg.token), cfg.open)
+        serve(cfg.host, cfg.port, str(cfg.token or secrets.token_urlsafe(16)), cfg.open)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from datamodules.files import replacing, short_name
+from datamodules.files import reading, replacing, short_name
 from runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -120,9 +120,9 @@ class Strip(NamedTuple):
 
 def read_strip(path: Path) -> Strip:
     """Cut an image that `Strip.write` wrote into its parts."""
-    with Image.open(path) as file:
+    with reading(path, "remove it"), Image.open(path) as file:
         facts, image = file.info, file.convert("RGB")
-    widths = [int(width) for width in facts[PARTS].split()]
+        widths = [int(width) for width in facts[PARTS].split()]
     edges = [sum(widths[:n]) for n in range(len(widths) + 1)]
     parts = [image.crop((left, 0, right, image.height)) for left, right in pairwise(edges)]
     target = None if NO_TARGET in facts else parts.pop()

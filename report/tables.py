@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datamodules.files import replacing
+from datamodules.files import reading, replacing
 
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
@@ -30,15 +30,16 @@ class Line(NamedTuple):
 
 def read_validation(path: Path) -> list[dict[str, float]]:
     """Return the rows of a run's validation.csv; none without the file."""
-    return [{name: float(value) for name, value in row.items() if value} for row in read_metrics(path)]
+    with reading(path, "repair or remove it"):
+        return [{name: float(value) for name, value in row.items() if value} for row in read_metrics(path)]
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a run's metrics.csv; none without the file."""
+    """Return the complete rows of a run's metrics.csv; none without the file."""
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    with reading(path, "repair or remove it"), path.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in (*row, *row.values())]
 
 
 def last_metrics(path: Path) -> dict[str, str]:

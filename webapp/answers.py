@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from datamodules.errors import UserError
+from datamodules.files import reason
 from report.page import templates
 from report.quoting import program
 
@@ -37,8 +39,10 @@ def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:
 
 
 async def mistake(request: Request, error: Exception) -> Response:
-    """Answer a user's mistake in one line."""
-    status, line = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
+    """Answer a user's mistake, or an error of ours, in one line."""
+    status, line = 500, f"{type(error).__name__} at {request.url.path}?{request.url.query}: {reason(error)}"
+    if isinstance(error, HTTPException | UserError):
+        status, line = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
     if "hx-request" in request.headers:
         return HTMLResponse(f'<p class="mark" role="alert">{html.escape(line)}</p>', status)
     return page("error.html", status, line=line)

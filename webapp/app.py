@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import webbrowser
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from datamodules.errors import UserError
+from datamodules.files import reason
 from report.page import REPORT
 from webapp.answers import mistake
 from webapp.data import DataPage
@@ -39,6 +39,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
+# A problem is shown below the page, whose parts keep asking.
+PROBLEM = {"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-reselect": "p"}
 
 
 class Guard:
@@ -55,13 +57,17 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = self._refusal(Request(scope)) or self.app
+        try:
+            answer = self._refusal(Request(scope)) or self.app
+        except ValueError:  # Host: [::1
+            answer = HTMLResponse("<p>Refused: this is no address.", 400)
 
         async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
                 headers = {name for name, _ in message["headers"]}
                 more = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
                 more |= {} if b"content-security-policy" in headers else {"content-security-policy": POLICY}
+                more |= PROBLEM if message["status"] >= 400 else {}
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
             await send(message)
 
@@ -72,18 +78,18 @@ class Guard:
         host = request.headers.get("host", "")
         cookie = f"retouch-{request.url.port or 80}"
         if self.local and urlsplit(f"//{host}").hostname not in LOCAL:
-            return HTMLResponse("Refused: this page is only for this machine.", 403)
+            return HTMLResponse("<p>Refused: this page is only for this machine.", 403)
         if self._is_known(request.query_params.get("token", "")) and request.method == "GET":
             answer = RedirectResponse(request.url.path, 303)
             answer.set_cookie(cookie, self.token, httponly=True, samesite="lax")
             return answer
         if not self._is_known(request.cookies.get(cookie, "")):
-            return HTMLResponse("Refused: open the address that studio.py printed, with its token.", 403)
+            return HTMLResponse("<p>Refused: open the address that studio.py printed, with its token.", 403)
         origin = request.headers.get("origin")
         own = origin is None or urlsplit(origin).netloc == host
         site = request.headers.get("sec-fetch-site", "same-origin")
         if request.method not in ("GET", "HEAD") and not (own and site in ("same-origin", "none")):
-            return HTMLResponse("Refused: only the page itself may ask for changes.", 403)
+            return HTMLResponse("<p>Refused: only the page itself may ask for changes.", 403)
         return None
 
     def _is_known(self, token: str) -> bool:
@@ -109,10 +115,7 @@ def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) 
         *DataPage(shelf, jobs).routes(),
         *StartPage(shelf, jobs).routes(),
     ]
-    mistakes: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-        UserError: mistake,
-        HTTPException: mistake,
-    }
+    mistakes: Any = dict.fromkeys((UserError, HTTPException, Exception), mistake)
     return Guard(Starlette(routes=routes, exception_handlers=mistakes), token, local)
 
 
@@ -127,11 +130,9 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError, TypeError) as error:
         listener.close()
-        raise UserError(
-            f"host={host} port={port}: {error.strerror}. Choose another port, such as port={port + 1}."
-        ) from error
+        raise UserError(f"host={host} port={port}: {reason(error)}. Choose others, such as port=7861.") from error
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listener.getsockname()[1]}/?token={token}"
     log.info(f"the page: {address}\nCtrl-C ends it; runs go on without it")

@@ -53,6 +53,8 @@ def words_of_run(settings: Mapping[str, Any]) -> list[str]:
     chosen = {f"data.{key}": data.get(key) for key in OF_SAMPLES.split()}
     chosen |= {f"data.source.{key}": value for key, value in data["source"].items() if key[0] != "_"}
     chosen["model.pretrained_model_name_or_path"] = settings["model"]["pretrained_model_name_or_path"]
+    if "'_target_':" in repr(chosen):  # a run may come from elsewhere
+        raise UserError("config.yaml: data has a value with _target_, which is not run here. Write the settings.")
     given = [f"{key}=" + re.sub(r"'(\w+)':", r"\1:", repr(value)) for key, value in chosen.items() if value]
     return [f"model={settings['model_name']}", f"data={group}", *given]
 

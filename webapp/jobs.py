@@ -18,6 +18,11 @@ from runs.run_folder import RunFolder
 TRAIN = Path(__file__).parent.parent / "train.py"
 
 
+def _is_used(folder: Path) -> bool:
+    """Return whether a process of this machine uses a folder."""
+    return (one := holder(folder)) is not None and one.host == platform.node()
+
+
 class Jobs:
     """Started processes, and a queue that all pages on a folder share. Before a start, `free` releases memory."""
 
@@ -25,22 +30,26 @@ class Jobs:
         self.outputs, self.free = outputs, free
         self._queue = outputs / ".queue" / "waiting.json"
         self._started: list[subprocess.Popen[bytes]] = []
+        self._one_thread = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def start(self, arguments: Sequence[str], run: RunFolder, script: str = "train") -> None:
         """Start train.py, or predict.py, with its output in the run's log; it counts as running at once."""
         self.free()
         self._started = [process for process in self._started if process.poll() is None]  # no zombies
-        run.path.mkdir(parents=True, exist_ok=True)
-        with run.log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(TRAIN.with_stem(script)), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C ends the page only
-            )
-        (run.path / LOCK).write_bytes(lock_content(process.pid))
+        with self._one_thread:
+            if _is_used(run.path):
+                raise UserError(f"{run} is in use by another command. Wait until it ends.")
+            run.path.mkdir(parents=True, exist_ok=True)
+            with run.log.open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, str(TRAIN.with_stem(script)), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C ends the page only
+                )
+            (run.path / LOCK).write_bytes(lock_content(process.pid))
         self._started.append(process)
 
     def waiting(self) -> dict[str, list[str]]:
@@ -48,7 +57,8 @@ class Jobs:
         if not self._queue.is_file():
             return {}
         with reading(self._queue, "remove it"):
-            return dict(json.loads(self._queue.read_text(encoding="utf-8")))
+            content = json.loads(self._queue.read_text(encoding="utf-8"))
+            return {run: list(map(str, arguments)) for run, arguments in content.items()}
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, list[str]]]:
@@ -69,10 +79,10 @@ class Jobs:
 
     def _is_busy(self) -> bool:
         locks = [lock for depth in ("*", "*/*", "*/*/*") for lock in self.outputs.glob(f"[!.]{depth}/{LOCK}")]
-        return any(one is not None and one.host == platform.node() for one in (holder(lock.parent) for lock in locks))
+        return any(_is_used(lock.parent) for lock in locks)
 
     def _watch(self) -> None:
         while True:
-            with suppress(UserError, OSError):  # a full disk; a damaged queue, which the page shows
+            with suppress(UserError, OSError, ValueError):  # a full disk; a damaged queue, which the page shows
                 self.start_next()
             time.sleep(2)

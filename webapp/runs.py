@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
@@ -23,7 +24,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError, listing
-from datamodules.files import reading
+from datamodules.files import reading, reason
 from datamodules.locks import LOCK, holder
 from report.images import read_strip, sample_files, sample_rows
 from report.quoting import flat_settings, program, shareable
@@ -55,7 +56,8 @@ class Shelf:
         """Return the runs, also of sweeps, and commands that the page has started and that are no run yet."""
         names = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("config.yaml", "log.txt")]
         folders = [mark.parent for name in names for mark in self.outputs.glob(name)]
-        return {folder.relative_to(self.outputs).as_posix(): RunFolder(folder) for folder in folders}
+        found = {folder.relative_to(self.outputs).as_posix(): RunFolder(folder) for folder in folders}
+        return {name: run for name, run in found.items() if name.isprintable()}  # else no address can name it
 
     def get(self, name: str) -> RunFolder:
         """Return a run; a name that is none of the runs' is not found, whatever path it is."""
@@ -92,31 +94,26 @@ def state_of(run: RunFolder) -> str:
 
 
 def summarize(name: str, run: RunFolder) -> dict[str, Any]:
-    """Return a run's row of the list; a damaged config.yaml is shown as such."""
-    settings, model, steps = {}, "", None
+    """Return a run's row of the list; in a damaged run's, the reason replaces the model."""
+    row: dict[str, Any] = {"name": name, "state": "failed", "step": "0", "max_steps": None, "figures": {}}
+    row |= {"model": "", "started": 0.0, "thumb": ""}
     try:
-        settings = settings_of(run)
-        model, steps = settings.get("model_name", ""), settings.get("trainer", {}).get("max_steps")
-    except UserError as error:
-        model = str(error)
-    if isinstance(steps, str):  # it refers to another setting
-        config = OmegaConf.create(settings)
-        steps = OmegaConf.select(config, "trainer.max_steps", throw_on_resolution_failure=False)
-    last, measured = last_metrics(run.metrics), read_validation(run.validation)
-    figures = {shown: float(last[key]) for shown, key in FIGURES.items() if key in last}
-    if measured:
-        monitor = settings.get("monitor") or ("psnr" if "psnr" in measured[-1] else "val_loss")
-        figures[monitor] = measured[-1].get(monitor, math.nan)
-    return {
-        "name": name,
-        "state": state_of(run),
-        "step": last.get("step", "0"),
-        "max_steps": steps,
-        "model": model,
-        "started": (run.config if run.config.is_file() else run.path).stat().st_mtime,
-        "figures": figures,
-        "thumb": _thumb(run),
-    }
+        with reading(run.path, "repair or remove it"):
+            row |= {"state": state_of(run), "thumb": _thumb(run)}
+            row["started"] = (run.config if run.config.is_file() else run.path).stat().st_mtime
+            last, settings = last_metrics(run.metrics), settings_of(run)
+            row["step"], row["model"] = last.get("step", "0"), settings.get("model_name", "")
+            row["max_steps"] = settings.get("trainer", {}).get("max_steps")
+            if isinstance(row["max_steps"], str):  # it refers to another setting
+                config = OmegaConf.create(settings)
+                row["max_steps"] = OmegaConf.select(config, "trainer.max_steps", throw_on_resolution_failure=False)
+            row["figures"] = {shown: float(last[key]) for shown, key in FIGURES.items() if key in last}
+            if measured := read_validation(run.validation):
+                monitor = settings.get("monitor") or ("psnr" if "psnr" in measured[-1] else "val_loss")
+                row["figures"][monitor] = measured[-1].get(monitor, math.nan)
+    except (UserError, OmegaConfBaseException) as error:
+        row["model"] = reason(error)
+    return row
 
 
 def _sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:

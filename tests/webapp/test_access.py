@@ -1,10 +1,13 @@
 """The page answers its own browser only, reads no file by a path of a request, and shows every text as text."""
 
+import sys
+
 import pytest
 from starlette.testclient import TestClient
 
+from datamodules.errors import UserError
 from tests.webapp.conftest import BASE, SECRET, TOKEN, write_run
-from webapp.app import create_app
+from webapp.app import create_app, serve
 
 PATHS = (
     "../secret.txt",
@@ -111,3 +114,27 @@ def test_a_report_is_shown_in_a_page_without_cookies_and_other_addresses(client,
     assert "sandbox allow-scripts" in policy
     assert "connect-src" not in policy
     assert "default-src 'none'" in policy
+
+
+@pytest.mark.parametrize("headers", [{"host": "[::1"}, {"host": "[127.0.0.1]"}, {"origin": "http://[::"}])
+def test_names_that_are_no_address_are_refused(client, headers):
+    answer = client.post("/ask", data={"run": "first", "request": "stop"}, headers=headers)
+    assert (answer.status_code, "Refused" in answer.text) == (400, True)
+    assert answer.headers["content-security-policy"]
+
+
+def test_an_empty_token_is_not_one(monkeypatch):
+    """TOKEN may be unset in token=$TOKEN."""
+    import studio
+
+    given = []
+    monkeypatch.setattr("webapp.app.serve", lambda *values: given.append(values))
+    monkeypatch.setattr(sys, "argv", ["studio.py", "token=", "open=false"])
+    studio.main()
+    assert len(given[0][2]) > 20
+
+
+@pytest.mark.parametrize("port", [99999, "abc"])
+def test_a_port_that_is_none_is_one_line(port):
+    with pytest.raises(UserError, match=f"port={port}: "):
+        serve("127.0.0.1", port, TOKEN, opens=False)

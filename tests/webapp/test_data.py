@@ -181,6 +181,16 @@ def test_after_an_edit_in_the_page_training_encodes_that_sample_alone(client, ru
     assert "encoded 1 " not in run("train", *given, f"output_dir={tmp_path / 'third'}").text
 
 
+def test_the_settings_of_a_run_from_elsewhere_call_no_function(client, outputs, root):
+    target = outputs / "copied"
+    settings: dict = OmegaConf.to_container(compose("train", "model=flux_kontext", f"data.root={root}"))
+    settings["model_name"] = "flux_kontext"
+    settings["data"]["columns"] = {"_target_": "shutil.copyfile", "src": "/etc/hostname", "dst": str(target)}
+    OmegaConf.save(OmegaConf.create(settings), outputs / "first/config.yaml")
+    assert "_target_" in scan(client, "", run="first").text
+    assert not target.exists()
+
+
 @pytest.mark.slow
 def test_captions_of_a_model_are_proposed_until_they_are_accepted_or_changed(client, outputs, root, opened, tmp_path):
     build_captioner(tmp_path / "captioner", "qwen3_vl")

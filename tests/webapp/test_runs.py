@@ -6,11 +6,13 @@ import re
 import time
 
 import numpy as np
+import pytest
 from PIL import Image
+from starlette.testclient import TestClient
 
 from report.images import read_strip
 from report.tables import last_metrics, read_metrics
-from tests.webapp.conftest import write_run
+from tests.webapp.conftest import BASE, write_run
 from webapp.runs import Shelf, state_of
 
 
@@ -69,3 +71,48 @@ def test_a_damaged_config_is_shown_and_hides_no_other_run(client, outputs):
     text = client.get("/runs").text
     assert "config.yaml is damaged" in text
     assert "sweep/0" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", ""),
+        ("config.yaml", "trainer: null"),
+        ("config.yaml", "trainer: {max_steps: '${a.b'}"),
+        ("metrics.csv", "step,loss_avg\n1,x\n"),
+        ("metrics.csv", "\0\xff"),
+        ("validation.csv", "step,val_loss\n1,x\n"),
+        ("validation.csv", "step\n1\n"),
+        ("samples/step-000004/one.png", ""),
+        ("samples/step-000004/other.png", "<script>"),
+        (".lock", " nowhere 1e999 x"),
+        ("finished.json", "{"),
+    ],
+)
+def test_a_damaged_file_is_named_and_hides_no_other_run(client, outputs, name, content):
+    (outputs / "first" / name).write_bytes(content.encode("latin-1"))
+    client = TestClient(client.app, BASE, raise_server_exceptions=False, cookies=client.cookies)
+    text = client.get("/runs").text
+    assert re.findall(r'name="run" value="([^"]+)"', text) in (["first", "sweep/0"], ["sweep/0", "first"])
+    for address in ("/run?run=first", "/compare?run=first&run=sweep/0"):
+        answer = client.get(address)
+        found = re.search(r'role="alert">(.*?)</p>', answer.text, re.DOTALL)
+        assert answer.status_code == 200 or name in found[1] or "first" in found[1]
+        assert answer.headers["content-security-policy"]
+
+
+def test_a_row_that_is_being_written_is_left_out(client, outputs):
+    for name in ("metrics.csv", "validation.csv"):
+        with (outputs / "first" / name).open("a") as file:
+            file.write("step,val_loss,psnr\n4,0.5,20\n5,0." if name == "validation.csv" else "5,0.")
+    answer = client.get("/run?run=first")
+    assert answer.status_code == 200
+    assert "[4, 0.5]" in answer.text, "the row before"
+
+
+def test_a_problem_is_shown_below_the_part_that_asked_which_stays(client, outputs):
+    """Else a part that asks for itself again would be empty for good."""
+    answer = client.get("/run?run=gone", headers={"hx-request": "true"})
+    assert answer.text.startswith("<p")
+    assert (answer.status_code, answer.headers["hx-retarget"], answer.headers["hx-reselect"]) == (404, "#message", "p")
+    assert "hx-retarget" not in client.get("/run?run=first").headers

@@ -159,6 +159,22 @@ def test_several_pages_start_each_run_once_one_after_the_other_also_after_a_fail
         assert run.log.read_text().count("error: adapter.rank=0: must be a whole number from 1 on") == 1
 
 
+@pytest.mark.parametrize("content", ["[1]", '{"outputs/x": 5}', "{", "null"])
+def test_a_damaged_queue_is_named(client, outputs, content):
+    (outputs / ".queue").mkdir()
+    (outputs / ".queue/waiting.json").write_text(content)
+    assert "waiting.json is damaged" in client.get("/start").text
+
+
+def test_a_run_is_not_started_twice_at_once(outputs):
+    run, jobs = RunFolder(outputs / "first"), Jobs(outputs, lambda: time.sleep(0.1))
+    arguments = ["nothing=here"]
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = [one.exception() for one in [pool.submit(jobs.start, arguments, run) for _ in range(2)]]
+    assert sorted(map(bool, outcomes)) == [False, True]
+    assert "is in use" in str(next(filter(None, outcomes)))
+
+
 @pytest.mark.slow
 def test_dry_run_is_that_of_the_command_line_and_ends_the_one_before(client, run, tmp_path):
     form = {"data.root": "nowhere"}
