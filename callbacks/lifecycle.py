@@ -7,15 +7,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from omegaconf import OmegaConf
 from torch import distributed
+from torch.optim import Optimizer
 
 from datamodules.errors import UserError
 from datamodules.files import replacing
@@ -33,11 +32,7 @@ SECONDS_TO_END = 100.0
 
 
 class StartOfTraining(L.Callback):
-    """Prepare training before the other callbacks start.
-
-    Args:
-        max_steps: optimizer steps of the run. The trainer may have been given one more, so that it starts at all.
-    """
+    """Preparation before the other callbacks start; the trainer may have one step more than `max_steps`, to start."""
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
@@ -79,16 +74,13 @@ class GracefulStop(L.Callback):
     """Stop training after the current step, and prediction after the current image or sample, when a signal arrives.
 
     Training ends as after its last step, and so saves; prediction raises `Stopped`. This must be the last callback,
-    because the work of the others after a batch is part of that batch.
-
-    Args:
-        run: a training run, which also saves, samples and stops on request: `REQUESTS`.
+    because the work of the others after a batch is part of that batch. A training run also acts on `REQUESTS`.
     """
 
     def __init__(self, run: RunFolder | None = None) -> None:
         self.run = run
         self._next_look = 0.0
-        self._noted: set[str] = set()
+        self._known = {*REQUESTS}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         def pass_on(number: int) -> None:
@@ -106,47 +98,45 @@ class GracefulStop(L.Callback):
         if trainer.world_size > 1:
             # Lightning checks its own handler of SIGTERM in each batch and waits for the device; ours replaced it.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-            self._agree(trainer)  # not first in a step, by when processes have sampled different numbers of images
+            self._agree()  # not first in a step, by when processes have sampled different numbers of images
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         # Never reset in training: once something is learned, no signal may interrupt before it is saved.
         stop.busy_with = "this batch"
 
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        assert self.run is not None
+        stop.requests = of_first(trainer, self._look(self.run) if trainer.is_global_zero else set())
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         assert self.run is not None
-        is_between_steps = not trainer.fit_loop._should_accumulate()
-        asked = self._look(self.run.requests) if is_between_steps and trainer.is_global_zero else set()
-        number, asked = self._agree(trainer, asked)
-        if number:
+        if number := int(stop.signal or 0) if trainer.world_size == 1 else self._agree():
             stop.signal = signal.Signals(number)
-        if is_between_steps:
-            stop.requests = [name for name in REQUESTS[:-1] if name in asked]
-        if asked == {"stop"} and trainer.global_step != trainer.max_steps:  # else it comes after the others
+        if "stop" in stop.requests and trainer.global_step != trainer.max_steps:
             stop.signal, stop.file = signal.SIGINT, str(self.run.requests / "stop")
         trainer.should_stop |= bool(number or stop.file)
+        for name in stop.requests if trainer.is_global_zero else ():
+            with suppress(OSError):  # of a shared disk
+                (self.run.requests / name).unlink()
+        stop.requests = set()
 
-    def _look(self, folder: Path) -> set[str]:
-        """Remove the requests that are fulfilled, and return the new ones, at most every half second."""
+    def _look(self, run: RunFolder) -> set[str]:
+        """Return the requests, at most every half second."""
         names: set[str] = set()
-        with suppress(OSError):  # of a shared disk
-            for name in stop.requests:
-                (folder / name).unlink(missing_ok=True)
-            if time.monotonic() >= self._next_look:
-                self._next_look = time.monotonic() + 0.5
-                names = {one.name for one in os.scandir(folder) if one.is_file()}
-        for name in sorted(names - {*REQUESTS} - self._noted):
-            log.warning(f"note: {folder / name} is no request. There are {', '.join(REQUESTS)}.")
-        self._noted |= names
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + 0.5
+            with suppress(OSError):  # of a shared disk
+                names = set(os.listdir(run.requests))
+        for name in sorted(names - self._known):
+            log.warning(f"note: {run.requests / name} is no request. There are {', '.join(REQUESTS)}.")
+        self._known |= names
         return names & {*REQUESTS}
 
-    def _agree(self, trainer: L.Trainer, asked: Collection[str] = ()) -> tuple[int, set[str]]:
-        """Return a signal, or 0, and the requests of all processes. Waits for all of them, but for no device."""
-        bits = sum(1 << REQUESTS.index(name) for name in asked) | ((1 << int(stop.signal or 0)) >> 1 << len(REQUESTS))
-        if trainer.world_size > 1:
-            together = torch.tensor(bits)
-            distributed.all_reduce(together, distributed.ReduceOp.BOR, cpu_group())
-            bits = int(together)
-        return (bits >> len(REQUESTS)).bit_length(), {name for i, name in enumerate(REQUESTS) if bits >> i & 1}
+    def _agree(self) -> int:
+        """Return the signal that any process received, or 0. Waits for all processes, but for no device."""
+        number = torch.tensor(int(stop.signal or 0))
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, cpu_group())
+        return int(number)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop.install_handlers()  # Lightning has just installed its own, with which prediction would continue
@@ -175,13 +165,10 @@ class GracefulStop(L.Callback):
 
 
 class Watchdog(L.Callback):
-    """Print the stacks of all threads and exit if nothing completes for too long.
+    """Print the stacks of all threads and exit if nothing completes for some `minutes`; None disables the watchdog.
 
     Steps, images, encoded samples and validation losses count. Time in which a component is loaded does not, since
     downloads take long; nor does time in which the process is suspended.
-
-    Args:
-        minutes: without progress; None disables the watchdog.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -193,9 +180,8 @@ class Watchdog(L.Callback):
         assert isinstance(pl_module, EditModule)
         if self.minutes is not None:
             self._ended.clear()
-            seconds = 60 * self.minutes
-            watch = threading.Thread(target=self._watch, args=(pl_module, seconds), daemon=True, name="watchdog")
-            watch.start()
+            arguments = pl_module, 60 * self.minutes
+            threading.Thread(target=self._watch, args=arguments, daemon=True, name="watchdog").start()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         self._steps += 1

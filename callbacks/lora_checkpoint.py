@@ -1,9 +1,8 @@
 """LoRA weights for predict.py and other tools, and checkpoints to resume from."""
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import lightning.pytorch as L
@@ -29,10 +28,6 @@ def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a LoRA file's header on its model, from which predict.py composes the settings.
 
     It contains plain values only, because predict.py accepts no others from a file.
-
-    Args:
-        name: of the model's YAML.
-        model: its composed settings.
     """
     header: dict[str, Any] = {"name": name, **_plain(model)}
     header["sampling"] = _plain(model.get("sampling") or {})
@@ -55,7 +50,6 @@ class LoRACheckpoint(L.Callback):
 
     Args:
         save_every: optimizer steps between two checkpoints; 0 saves at the end only.
-        keep_checkpoints: number of checkpoints that are kept.
         model: its composed settings, for the header of the LoRA files.
         dtype: of the LoRA files, a name of `lora_files.writing.DTYPES`.
     """
@@ -85,8 +79,7 @@ class LoRACheckpoint(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
-        due |= "save" in stop.requests and not trainer.fit_loop._should_accumulate()
-        if due or trainer.global_step == trainer.max_steps:
+        if due or "save" in stop.requests or trainer.global_step == trainer.max_steps:
             self.save(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -96,7 +89,7 @@ class LoRACheckpoint(L.Callback):
         """Save the weights once training has begun; several processes cannot agree on it when one has failed."""
         alone, started = trainer.world_size == 1, self.saved_step >= 0
         if alone and started and isinstance(exception, UserError | torch.OutOfMemoryError):
-            with contextlib.suppress(UserError):  # the disk may be what failed
+            with suppress(UserError):  # the disk may be what failed
                 self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -109,11 +102,7 @@ class LoRACheckpoint(L.Callback):
             self._save(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, module: EditModule, *names: str, other: bool = False) -> None:
-        """Write the weights that images are sampled with under each of these names.
-
-        Args:
-            other: write the other weights of a run with an EMA.
-        """
+        """Write the weights that images are sampled with, or the `other` ones of an EMA, under each of these names."""
         assert module.adapter is not None
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
@@ -132,7 +121,6 @@ class LoRACheckpoint(L.Callback):
 
     def _save(self, trainer: L.Trainer, module: EditModule) -> None:
         assert module.adapter is not None
-        assert module.transformer is not None
         step = trainer.global_step
         names = ["last"] if module.adapter.trains_base else [f"step-{step:06d}", "last"]
         # All processes take part; the first one writes. The mark tells an interrupted first save from a run's weights.
@@ -152,18 +140,14 @@ class LoRACheckpoint(L.Callback):
             self.run.unfinished_checkpoint.unlink()
         trainer.strategy.barrier()  # no process leaves before the files are in place
         self.saved_step = step
-        if trainer.is_global_zero:
-            self._remove_checkpoints(step)
-        if trainer.is_global_zero and not self._was_read_back:
+        if writes:
+            for later, path in self.run.kept_checkpoints().items():
+                if later >= step:  # skipped when resuming
+                    path.unlink()
+            for path in self.run.checkpoints()[self.keep_checkpoints :]:
+                path.unlink()
+        if writes and not self._was_read_back:
             weights = self.run.weights(module.adapter.folder, "last")
             if words := module.adapter.check_written(weights, module.base):
                 log.info(f"{weights} was read back: {words}")
             self._was_read_back = True
-
-    def _remove_checkpoints(self, step: int) -> None:
-        """Remove all but the newest checkpoints, and those of later steps, which were skipped when resuming."""
-        for later, path in self.run.kept_checkpoints().items():
-            if later >= step:
-                path.unlink()
-        for path in self.run.checkpoints()[self.keep_checkpoints :]:
-            path.unlink()

@@ -57,7 +57,6 @@ class SampleImages(L.Callback):
     Attributes:
         validation: data module of the held-out samples, None without these.
         results: of the last sampling, in every process.
-        sampled_step: step of the last sampling.
     """
 
     def __init__(
@@ -95,17 +94,13 @@ class SampleImages(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
         self.validation = PairsDataModule.of(trainer).validation
-        missing = of_first(trainer, self._step == 0 or not self._is_complete())
-        self.sample_if_due(trainer, pl_module, missing)
+        # A resumed run may have been killed before this step had all its images.
+        made, first = (len(list(self.run.samples_of(step).glob("*.png"))) for step in (self._step, 0))
+        self.sample_if_due(trainer, pl_module, of_first(trainer, self._step == 0 or made < first))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         self.sample_if_due(trainer, pl_module, trainer.global_step != self._step)
         self._step = trainer.global_step
-
-    def _is_complete(self) -> bool:
-        """Return whether this step has all its images; a resumed run may have been killed before."""
-        made, first = (len(list(self.run.samples_of(step).glob("*.png"))) for step in (self._step, 0))
-        return made >= first
 
     def sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, missing: bool) -> None:
         """Sample the images of this step if it has some and they are `missing`."""

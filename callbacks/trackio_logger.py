@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,13 @@ class TrackioLogger(Logger):
         self._begin = lambda: trackio.init(project, self.version, group, config=self._settings, resume=resume)
         self._trackio: Any = trackio
         self._settings: dict[str, Any] = {}
-        self._run: Any = None
 
-    @property
+    @cached_property
     def run(self) -> Any:
         """Trackio's run."""
-        if self._run is None:
-            with contextlib.redirect_stdout(None):
-                self._run = self._begin()
-            log.info(f"look at it: trackio show --project {self.name} (stored in {self._trackio.TRACKIO_DIR})")
-        return self._run
+        log.info(f"look at it: trackio show --project {self.name} (stored in {self._trackio.TRACKIO_DIR})")
+        with contextlib.redirect_stdout(None):
+            return self._begin()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self._settings = flat_settings(params)
@@ -61,9 +59,9 @@ class TrackioLogger(Logger):
         self.run.log({key: self._trackio.Image(images[0])}, step)
 
     def alert(self, title: str, level: str, **more: Any) -> None:
-        if self._run is not None:
+        if "run" in vars(self):
             with contextlib.redirect_stdout(None):
-                self._run.alert(title, level=self._trackio.AlertLevel(level), **more)
+                self.run.alert(title, level=self._trackio.AlertLevel(level), **more)
 
     def finalize(self, status: str) -> None:
         with contextlib.redirect_stdout(None), contextlib.suppress(RuntimeError):  # finished before

@@ -130,7 +130,7 @@ class Validation(L.Callback):
             with trainer.precision_plugin.forward_context():
                 losses = self._losses(trainer, pl_module, sampler.validation)
             row = {"step": step, **losses, **self._measure(sampler, pl_module)}
-            self._record(trainer, pl_module, of_first(trainer, row))
+            self._record(trainer, pl_module, of_first(trainer, row), sampler.sample_every or 1)
 
     def _losses(self, trainer: L.Trainer, module: EditModule, data: PairsDataModule) -> dict[str, float]:
         """Return the loss of each band, and their weighted mean."""
@@ -168,7 +168,7 @@ class Validation(L.Callback):
                     figures[name + end] = float(measured)
         return figures
 
-    def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float]) -> None:
+    def _record(self, trainer: L.Trainer, module: EditModule, row: dict[str, float], period: int) -> None:
         """Add a row, keep the best weights and stop early; in every process, as exporting split weights takes all."""
         best = self.best()
         self.rows.append(row)
@@ -182,8 +182,6 @@ class Validation(L.Callback):
         if of_first(trainer, reached > former) and keeper is not None and trainer.global_step:
             keeper.write(trainer, module, "best")
         best = self.best()
-        sampler = find_callback(trainer, SampleImages)
-        period = 1 if sampler is None else sampler.sample_every or 1
         scores = [self._score(row) for row in self._judged() if row["step"] % period == 0]  # without requested ones
         if best is not None and scores and len(scores) - 1 - scores.index(max(scores)) >= self.patience:
             trainer.should_stop = self.stopped_early = True
@@ -211,11 +209,7 @@ class Validation(L.Callback):
         return {name: value for row in self.rows for name, value in row.items() if math.isfinite(value)}
 
     def best_lines(self, folder: str) -> list[str]:
-        """Return lines on the best weights and on the length of the run.
-
-        Args:
-            folder: contains `best` and `last`.
-        """
+        """Return lines on the best weights and on the length of the run; `folder` contains `best` and `last`."""
         best, last, judged = self.best(), self.latest, self._judged()
         if best is None:
             return []

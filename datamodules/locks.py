@@ -34,14 +34,7 @@ class Holder(NamedTuple):
 
 @contextmanager
 def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Temporarily keep other commands out of a folder.
-
-    Args:
-        wait: for a command that holds the lock, instead of an error.
-
-    Raises:
-        UserError: another command holds the lock.
-    """
+    """Temporarily keep other commands out of a folder; if one holds the lock, raise a UserError, or `wait` for it."""
     path = folder / LOCK
     with ExitStack() as stack:
         while True:
@@ -102,11 +95,7 @@ def holder(folder: Path) -> Holder | None:
 
 @contextmanager
 def one_at_a_time(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Temporarily keep other processes waiting; without effect on Windows and on file systems without locks.
-
-    Args:
-        shared: wait only for processes that do not share, and keep only these waiting.
-    """
+    """Temporarily keep other processes waiting, if `shared` only those that do not share; no effect without flock."""
     with ExitStack() as stack:
         with suppress(OSError, ImportError):
             import fcntl

@@ -42,7 +42,6 @@ class EditModule(L.LightningModule, Family):
 
     Args:
         adapter, objective, optimization: None in prediction.
-        loras: in prediction only.
         settings: of `ModelSettings`.
 
     Attributes:
@@ -59,7 +58,6 @@ class EditModule(L.LightningModule, Family):
         adapter: Adapter | None = None,
         objective: Objective | None = None,
         optimization: Optimization | None = None,
-        loras: AppliedLoRAs | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -77,7 +75,7 @@ class EditModule(L.LightningModule, Family):
         self.flow = FlowMatching(model.timesteps, model.vae_encode_mode, model.seed)
         self.objective = objective
         self._optimization = optimization
-        self.sampler = Sampler(self, self.base, self.encoder, loras or AppliedLoRAs([]), model.sampling)
+        self.sampler = Sampler(self, self.base, self.encoder, AppliedLoRAs([]), model.sampling)
         # The checkpoint contains the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
 

@@ -34,13 +34,7 @@ def best_effort(what: str) -> Iterator[None]:
 
 
 class End(NamedTuple):
-    """The end of a run, the content of finished.json.
-
-    Attributes:
-        step: the last one.
-        value: of the monitored figure, by which a sweep compares.
-        monitor: name of the figure.
-    """
+    """The end of a run, the content of finished.json; a sweep compares the `value` of the figure `monitor`."""
 
     step: int
     value: float
@@ -50,14 +44,10 @@ class End(NamedTuple):
 
 
 class RunFolder:
-    """Paths of a run.
-
-    Args:
-        path: its output_dir.
+    """Paths of a run below its output_dir.
 
     Attributes:
         config: its settings; this file marks a folder as a run's.
-        checkpoint: the last checkpoint.
         finished: the end of the run: its last step, and the value that a sweep compares.
         samples: folder of the sample images, with a folder for each step.
         control: the first condition image of the first sample, which commands name.
@@ -113,8 +103,7 @@ class RunFolder:
 
     def remove_unfinished(self) -> None:
         """Remove the temporary files and folders of a killed run, but not those of this process."""
-        left = [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]
-        remove_temporary(left)
+        remove_temporary([path for depth in ("", "*/", "*/*/") for path in self.path.glob(f"{depth}.*.tmp")])
 
     def weights(self, kind: str, name: str) -> Path:
         """Return a folder of weights: step-000100, last or best, below the adapter's folder."""

@@ -1,12 +1,11 @@
 """Signals that end a command: SIGINT (Ctrl-C), SIGTERM, and those of Slurm before the time of a job is over."""
 
-import contextlib
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 log = logging.getLogger("retouch")
@@ -23,7 +22,6 @@ class Stopped(BaseException):
     """End of the command by a signal. It is no Exception, so that only the command itself catches it.
 
     Args:
-        number: the signal.
         where: added to the message.
         immediate: whether the handler itself raised it, without finishing the current piece of work.
         file: that requested it in place of a signal; empty otherwise.
@@ -47,7 +45,7 @@ class Stop:
         busy_with: name of the piece of work in the message, such as "this batch".
         on_signal: called first with each signal that is no duplicate.
         file: the run's request to stop, which then counts as SIGINT; empty before.
-        requests: names of those that the callbacks fulfil after the current training step.
+        requests: of `REQUESTS`, those that the callbacks fulfil at the end of the current training step.
     """
 
     def __init__(self) -> None:
@@ -59,7 +57,7 @@ class Stop:
         self.busy_with: str | None = None
         self.on_signal: Callable[[int], None] = lambda number: None
         self.file = ""
-        self.requests: list[str] = []
+        self.requests: set[str] = set()
         self._last_time = 0.0
         self._raised = False
         self._pid = os.getpid()
@@ -98,7 +96,7 @@ class Stop:
         self.signal = self.signal or signal.Signals(number)
         self.on_signal(number)
         if first and self.busy_with is not None:
-            with contextlib.suppress(RuntimeError):  # the signal arrived while another line was being written
+            with suppress(RuntimeError):  # the signal arrived while another line was being written
                 log.info(f"{signal.Signals(number).name}: stopping after {self.busy_with} (once more: at once)")
         elif self._raised:  # the work that Stopped interrupted does not end
             os._exit(128 + number)

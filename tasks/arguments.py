@@ -32,15 +32,7 @@ NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
 
 def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
-    """Return the arguments for Hydra: first the settings, then its options.
-
-    Args:
-        arguments: of the command line.
-        script: train or predict.
-
-    Raises:
-        UserError: an argument is neither an option nor KEY=VALUE, or its key is no setting.
-    """
+    """Return the arguments for Hydra: first the settings, then its options; raise a UserError about wrong ones."""
     # Before anything shows or stores the arguments, as sweeps do: addresses are secrets.
     addresses = [one for one in arguments if script == "train" and one.lstrip("+").startswith("notify=")]
     if addresses:

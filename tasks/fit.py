@@ -46,7 +46,9 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
             how = "was stopped early; early_stopping=false resumes it" if end.stopped_early else "is finished"
             log.info(f"nothing to do: {run} {how}, at step {end.step} of trainer.max_steps={cfg.trainer.max_steps}")
             return end.value
-        with announced(run, os.environ.get(NOTIFY, OmegaConf.select(cfg, "notify"))) as loggers:
+        # Before the cache is built: a logger's library may be missing.
+        loggers = [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
+        with announced(run, os.environ.get(NOTIFY, OmegaConf.select(cfg, "notify")), loggers):
             trainer = train(cfg, run, settings, start, loggers)
             repository = OmegaConf.select(cfg, "hub.push")
             if repository is not None and trainer.is_global_zero:  # after the run, whose other processes would wait
@@ -59,12 +61,7 @@ def fit(cfg: DictConfig, output_dir: Path) -> float:
 
 
 def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Start, loggers: list[Any]) -> L.Trainer:
-    """Return the trainer after its last step.
-
-    Args:
-        settings: the content of config.yaml.
-        loggers: a list to fill.
-    """
+    """Return the trainer after its last step; `settings` becomes the content of config.yaml."""
     # Before Hydra's instantiate, which resolves interpolations in place.
     resolved = OmegaConf.to_container(cfg, resolve=True)
     place_trainer(cfg)
@@ -74,8 +71,7 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
     if data.sample_set.roots:
         data.sample_set.scan()  # its mistakes are reported before the hub is queried
     module = instantiate(cfg.model, _convert_="all")
-    # Before the cache is built: a logger's library may be missing, or an image of sample_root.
-    loggers += [instantiate(logger) for logger in (cfg.logger or {}).values() if logger is not None]
+    # Before the cache is built: an image of sample_root may be missing.
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
     if isinstance(data, CachedDataModule) and data.shards is None:
@@ -157,9 +153,8 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
 
 
 @contextlib.contextmanager
-def announced(run: RunFolder, addresses: Any) -> Iterator[list[Any]]:
-    """Temporarily watch a run; then alert the loggers in the list, and send a message with grid.png by apprise."""
-    loggers: list[Any] = []
+def announced(run: RunFolder, addresses: Any, loggers: list[Any]) -> Iterator[None]:
+    """Temporarily watch a run; then alert the loggers, and send a message with grid.png by apprise."""
     services = None
     if addresses:
         try:
@@ -172,7 +167,7 @@ def announced(run: RunFolder, addresses: Any) -> Iterator[list[Any]]:
             raise UserError("notify: apprise does not know an address. Choose from https://appriseit.com/services/.")
     how, level, text = "is finished", "info", ""
     try:
-        yield loggers
+        yield
         if (end := run.read_end(0, early_stopping=True)) is not None:
             text = f"{end.monitor} {end.value:.4g} at step {end.step}"
     except BaseException as error:

@@ -70,8 +70,7 @@ def machine_count() -> int:
 def command_line(trains: bool = False) -> Iterator[None]:
     """Temporarily set up logging, survive a closed or broken output pipe, and answer mistakes in one line.
 
-    Args:
-        trains: whether processes that Lightning has started end with the first one.
+    If it `trains`, processes that Lightning has started end with the first one.
     """
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
@@ -165,7 +164,6 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     """Temporarily turn users' mistakes into one line and status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
     A signal becomes a line and status 128 + its number. The line includes notes on the exception (`add_note`).
-
     In a sweep, an error or a requested stop becomes an exception that Hydra prints in a line after the other jobs. It
     carries neither cause nor traceback, which would keep the model of the failed job in memory.
     """

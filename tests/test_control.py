@@ -51,7 +51,7 @@ def test_requests_of_an_earlier_process_are_removed_and_other_files_are_noted_on
     for name in (*REQUESTS, "pause"):
         (folder.requests / name).touch()
     command = [*short(tiny, pairs, folder, 4, shown=True), *SHOWN, "save_every=0", "keep_checkpoints=3"]
-    text = run("train", *command, ASK % "2: [save, sample]").text
+    text = run("train", *command, ASK % "3: [save, sample]").text
     assert text.count(f"note: {folder.requests / 'pause'} is no request. There are save, sample, stop.") == 1
     assert [path.name for path in folder.requests.iterdir()] == ["pause"]
     assert not [name for name in folder.files() if "requests" in name]
@@ -70,7 +70,7 @@ def test_requests_of_an_earlier_process_are_removed_and_other_files_are_noted_on
 def test_a_requested_stop_is_not_queued_again_and_comes_after_other_requests(run, tiny, pairs, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     arguments = [*short(tiny, pairs, tmp_path / "run", 9), "save_every=0", "resume=auto"]
-    outcome = run("train", *arguments, ASK % "1: [stop, save], 2: [signal]", ok=False)
+    outcome = run("train", *arguments, ASK % "2: [stop, save, signal]", ok=False)
     assert outcome.status == STOPPED
     assert "queued" not in outcome.text
     assert [*RunFolder(tmp_path / "run").saved_steps("lora")] == [2]
@@ -90,7 +90,7 @@ def test_only_a_run_that_trains_takes_requests(tmp_path):
 def test_requested_measurements_do_not_stop_a_run_early(run, tiny, pairs, tmp_path):
     settings = [*SHOWN, "optimizer.lr=0", "callbacks.validation.patience=1", "early_stopping=true", "save_every=0"]
     command = [*short(tiny, pairs, tmp_path / "run", 9, shown=True), *settings, "callbacks.report=null"]
-    text = run("train", *command, ASK % "2: [sample]").text
+    text = run("train", *command, ASK % "3: [sample]").text
     assert "early stopping after step 4: " in text
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 2, 3, 4]
 
@@ -115,7 +115,7 @@ def test_all_processes_act_in_the_same_step(run, start, tiny, pairs, tmp_path):
         return [*short(tiny, pairs, tmp_path / name, steps, shown=True), *SHOWN, "save_every=0", *DDP]
 
     folder = RunFolder(tmp_path / "run")
-    asks = ASK % "2: [sample, save], 4: [stop]"
+    asks = ASK % "3: [sample, save], 4: [stop]"
     processes = start_two(start, [[*command("run", 9), asks]])
     text = "".join(process.communicate(timeout=120)[0] for process in processes)
     assert [process.returncode for process in processes] == [STOPPED] * 2, text

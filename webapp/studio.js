@@ -5,13 +5,15 @@ document.addEventListener("htmx:after:swap", () => {
     if (!slider.touched) slider.value = slider.max;
     showStep(slider);
   }
+  showPicked();
 });
 document.addEventListener("input", event => { if (event.target.matches("input.step")) event.target.touched = true; });
 let picked = [];  // the last two results that were chosen, compared by a wipe
+const showPicked = () => document.querySelectorAll(".pick").forEach(one => { one.ariaPressed = picked.includes(one.firstElementChild.src); });
 document.addEventListener("click", event => {
   const pick = event.target.closest(".pick"), wipe = document.querySelector("#wipe"); if (!pick) return;
   picked = [...picked, pick.firstElementChild.src].slice(-2);
-  for (const one of document.querySelectorAll(".pick")) one.ariaPressed = picked.includes(one.firstElementChild.src);
+  showPicked();
   wipe.hidden = picked.length < 2;
   wipe.querySelectorAll("img").forEach((image, index) => { image.src = picked.at(-index); });
 });

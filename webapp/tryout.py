@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError
-from report.quoting import TEXTS, override
+from report.quoting import TEXTS, override, program
 from webapp.answers import page, post
 from webapp.jobs import TRAIN
 from webapp.runs import Shelf
@@ -34,7 +34,7 @@ class TryPage:
         self._folder = Path(self._temporary.name)
         self._output = self._folder / "output.txt"
         self._process: subprocess.Popen[str] | None = None
-        self.images: list[str] = []
+        self.images: list[tuple[Path, str]] = []  # copies of the uploads, and their own names
         self.rows: dict[Path, list[str]] = {}  # settings, quoted for a shell, by the folder of their images
 
     def routes(self) -> list[Route]:
@@ -49,10 +49,11 @@ class TryPage:
 
     def show(self, request: Request) -> Response:
         """Show the form and the images that there are by now."""
-        name, runs, (alive, lines) = request.query_params.get("run"), self.shelf.runs(), self.state()
+        name, (alive, lines) = request.query_params.get("run"), self.state()
+        runs = {} if "hx-request" in request.headers else self.shelf.runs()  # else each look for progress lists them
         loras = sorted(str(file.parent) for run in runs.values() for file in run.path.glob("lora/*/pytorch_lora_*"))
         run = name and self.shelf.get(name)
-        return page("try.html", tab="try", tries=self, loras=loras, first=run, alive=alive, lines=lines)
+        return page("try.html", tab="try", tries=self, loras=loras, run=run, alive=alive, lines=lines, program=program)
 
     def records(self, folder: Path) -> list[dict[str, object]]:
         """Return the facts that `ImageWriter` writes about each finished image, with its name on the page."""
@@ -71,11 +72,12 @@ class TryPage:
         alive, lines = self.state()
         if alive and lines[-1] != "done":
             raise UserError("other images are being created. Cancel them, or wait.")
-        self.images = [self._store(one) for one in form.getlist("image") if isinstance(one, UploadFile) and one.size]
+        images = [self._store(one) for one in form.getlist("image") if isinstance(one, UploadFile) and one.size]
         named = zip(map(str, form.getlist("lora")), map(str, form.getlist("weight")), strict=True)
         loras = [(name.strip(), weight.strip() or "1") for name, weight in named if name.strip()]
         groups = [[one] for one in loras] if form.get("each") and loras else [loras]
-        self.rows = {Path(mkdtemp(dir=self._folder)): self._settings(form, group) for group in groups}
+        rows = [self._settings(form, group, [str(path) for path, _ in images]) for group in groups]
+        self.images, self.rows = images, {Path(mkdtemp(dir=self._folder)): row for row in rows}
         self._output.write_text("starting\n")
         if self._process is None or not alive:
             with self._output.open("a") as file:
@@ -84,16 +86,16 @@ class TryPage:
         print(json.dumps(commands), file=self._process.stdin, flush=True)
         return RedirectResponse("/try", 303)
 
-    def _store(self, file: UploadFile) -> str:
+    def _store(self, file: UploadFile) -> tuple[Path, str]:
         """Store an upload under a name made from its content; predict.py ignores the suffix and refuses other files."""
         path = self._folder / f"{hashlib.sha256(content := file.file.read()).hexdigest()[:16]}.png"
         path.write_bytes(content)
-        return str(path)
+        return path, file.filename or "image"
 
-    def _settings(self, form: FormData, loras: list[tuple[str, str]]) -> list[str]:
+    def _settings(self, form: FormData, loras: list[tuple[str, str]], images: list[str]) -> list[str]:
         """Return the settings of a command with these LoRAs and their strengths, quoted for a shell."""
         names, weights = [name for name, _ in loras], [weight for _, weight in loras]
-        settings = {"lora": names, "lora_weights": [] if weights == ["1"] else weights, "image": self.images}
+        settings = {"lora": names, "lora_weights": [] if weights == ["1"] else weights, "image": images}
         for key in KEYS:
             text = str(form.get(key, ""))
             settings[key] = [" ".join(text.split())] if key in TEXTS else text.replace(",", " ").split()

@@ -65,7 +65,7 @@ def test_early_stopping_counts_measurements_that_have_a_value(tmp_path):
     def stops_after(*psnrs):
         validation.rows, trainer.should_stop = [], False
         for step, psnr in enumerate(psnrs):
-            validation._record(trainer, SimpleNamespace(), {"step": step, "val_loss": 1.0, "psnr": psnr})
+            validation._record(trainer, SimpleNamespace(), {"step": step, "val_loss": 1.0, "psnr": psnr}, 1)
             if trainer.should_stop:
                 return step
         return None

@@ -149,7 +149,7 @@ class CountShares(L.Callback):
 
 
 class Ask(L.Callback):
-    """Makes requests before optimizer steps, and has them seen at their ends.
+    """Makes requests before optimizer steps, in which they are seen.
 
     Args:
         steps: names of the requests by step; `signal` raises SIGUSR1.

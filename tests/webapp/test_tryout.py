@@ -113,7 +113,7 @@ class Tab:
 
     def rows(self):
         """Return each command's arguments, and the addresses of its images."""
-        parts = re.findall(r'<div class="tries">(.*?)</div>\n<pre>python predict.py (.*?)</pre>', self.text, re.DOTALL)
+        parts = re.findall(r'<div class="tries">(.*?)</div>\s*<pre>python predict.py (.*?)</pre>', self.text, re.DOTALL)
         return [(shlex.split(html.unescape(line)), re.findall('src="(.*?)"', images)) for images, line in parts]
 
     def marks(self):
@@ -217,11 +217,14 @@ def test_two_images_are_chosen_and_wiped_on_a_phone(run, loras, photo, tmp_path,
         page.get_by_label("lora_scale").fill("0, 1")
         page.get_by_role("button", name="create").click()
         expect(page.get_by_role("button", name="cancel")).to_be_visible()
+        upload = page.get_by_role("button", name=photo.name)
+        upload.click()
+        expect(page.locator("#wipe")).to_be_hidden()
         expect(page.get_by_role("button", name="cancel")).to_be_hidden()
+        expect(upload).to_have_attribute("aria-pressed", "true")
         results = page.get_by_role("button", name="strength")
         expect(results).to_have_count(2)
         results.nth(0).click()
-        expect(page.locator("#wipe")).to_be_hidden()
         results.nth(1).press("Enter")
         slider = page.get_by_role("slider")
         before = page.locator("#wipe").screenshot()
