@@ -146,14 +146,14 @@ def sample_files(run: RunFolder, last: float = math.inf) -> dict[int, dict[str, 
 
 
 def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Path, int], str]) -> list[dict[str, Any]]:
-    """Return the rows of a page: the sample images of the last step, each with its results at all steps.
+    """Return the rows of a page: the last image of each sample, with its results at all steps.
 
     Args:
         samples: result of `sample_files`.
         address: of a part of a file by its index, for the page.
     """
     rows = []
-    for name, path in (samples[max(samples)] if samples else {}).items():
+    for name, path in {name: path for files in samples.values() for name, path in files.items()}.items():
         strip = read_strip(path)
         count = len(strip.controls)
         rows.append(

@@ -116,3 +116,12 @@ def test_a_problem_is_shown_below_the_part_that_asked_which_stays(client, output
     assert answer.text.startswith("<p")
     assert (answer.status_code, answer.headers["hx-retarget"], answer.headers["hx-reselect"]) == (404, "#message", "p")
     assert "hx-retarget" not in client.get("/run?run=first").headers
+
+
+def test_while_a_step_is_sampled_the_other_samples_show_their_step_before(client, outputs):
+    strip = read_strip(outputs / "first/samples/step-000004/one.png")
+    strip.write(outputs / "first/samples/step-000008/two.png")
+    text = client.get("/run?run=first").text
+    shown = re.findall(r'src="/image\?run=first&amp;sample=(\d)%2F(\w+)&amp;part=1"', text)
+    assert shown == [("0", "one"), ("4", "one"), ("0", "one"), ("8", "two")]
+    assert "None" not in text.partition("<h2>Curves")[0]
