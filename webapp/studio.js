@@ -6,7 +6,13 @@ document.addEventListener("htmx:after:swap", () => {
     showStep(slider);
   }
   showPicked();
+  showEnds();
 });
+const showEnds = () => document.querySelectorAll(".log:not(:hover, :focus)").forEach(log => { log.scrollTop = log.scrollHeight; });
+showEnds();
+const message = document.getElementById("message");
+document.addEventListener("htmx:error", () => { message.textContent = "The page has ended. Start python studio.py again, and open its address."; });
+document.addEventListener("click", event => { if (!message.contains(event.target)) message.replaceChildren(); });
 document.addEventListener("input", event => { if (event.target.matches("input.step")) event.target.touched = true; });
 let picked = [];  // the last two results that were chosen, compared by a wipe
 const showPicked = () => document.querySelectorAll(".pick").forEach(one => { one.ariaPressed = picked.includes(one.firstElementChild.src); });
