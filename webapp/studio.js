@@ -16,6 +16,9 @@ document.addEventListener("click", event => { if (!message.contains(event.target
 document.addEventListener("input", event => { if (event.target.matches("input.step")) event.target.touched = true; });
 let picked = [];  // the last two results that were chosen, compared by a wipe
 const showPicked = () => document.querySelectorAll(".pick").forEach(one => { one.ariaPressed = picked.includes(one.firstElementChild.src); });
+document.addEventListener("submit", event => {
+  if (event.target.matches(".try")) { picked = []; document.querySelector("#wipe").hidden = true; }
+});
 document.addEventListener("click", event => {
   const pick = event.target.closest(".pick"), wipe = document.querySelector("#wipe"); if (!pick) return;
   picked = [...picked, pick.firstElementChild.src].slice(-2);

@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError
-from report.quoting import TEXTS, override, program
+from report.quoting import TEXTS, override
 from webapp.answers import page, post
 from webapp.jobs import TRAIN
 from webapp.runs import Shelf
@@ -45,15 +45,19 @@ class TryPage:
     def state(self) -> tuple[bool, list[str]]:
         """Return whether the process lives, and the lines of its output: the last is the present work, or "done"."""
         alive = self._process is not None and self._process.poll() is None
-        return alive, [line for line in self._output.read_text().splitlines() if line] if self.rows else ["done"]
+        text = self._output.read_text() if self.rows else "done"
+        for path, name in self.images:
+            text = text.replace(str(path), name)
+        return alive, [line for line in text.splitlines() if line]
 
     def show(self, request: Request) -> Response:
         """Show the form and the images that there are by now."""
         name, (alive, lines) = request.query_params.get("run"), self.state()
         runs = {} if "hx-request" in request.headers else self.shelf.runs()  # else each look for progress lists them
-        loras = sorted(str(file.parent) for run in runs.values() for file in run.path.glob("lora/*/pytorch_lora_*"))
+        files = [file for run in runs.values() for file in run.path.glob("lora/*/pytorch_lora_*")]
+        loras = sorted({str(folder) for file in files for folder in (file.parent, file.parents[2])})
         run = name and self.shelf.get(name)
-        return page("try.html", tab="try", tries=self, loras=loras, run=run, alive=alive, lines=lines, program=program)
+        return page("try.html", tab="try", tries=self, loras=loras, run=run, alive=alive, lines=lines)
 
     def records(self, folder: Path) -> list[dict[str, object]]:
         """Return the facts that `ImageWriter` writes about each finished image, with its name on the page."""
@@ -73,8 +77,10 @@ class TryPage:
         if alive and lines[-1] != "done":
             raise UserError("other images are being created. Cancel them, or wait.")
         images = [self._store(one) for one in form.getlist("image") if isinstance(one, UploadFile) and one.size]
-        named = zip(map(str, form.getlist("lora")), map(str, form.getlist("weight")), strict=True)
-        loras = [(name.strip(), weight.strip() or "1") for name, weight in named if name.strip()]
+        texts = [[str(text).strip() for text in form.getlist(key)] for key in ("lora", "weight")]
+        named = zip(*texts, strict=True)
+        runs = self.shelf.runs()
+        loras = [(str(runs.get(name, name)), weight or "1") for name, weight in named if name]
         groups = [[one] for one in loras] if form.get("each") and loras else [loras]
         rows = [self._settings(form, group, [str(path) for path, _ in images]) for group in groups]
         self.images, self.rows = images, {Path(mkdtemp(dir=self._folder)): row for row in rows}
