@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,6 @@ class Caption:
         file: its file; None for a sample of a table.
         cut: the answer was cut off at captioner.max_new_tokens.
         model: the captioner.
-        accepted: somebody has accepted it since.
     """
 
     key: str
@@ -117,13 +116,6 @@ class Caption:
     file: str | None
     cut: bool
     model: str = ""
-    accepted: bool = False
-
-    def accept(self, records: Path) -> None:
-        """Add to the records that it is accepted."""
-        read_records(records, repair=True)
-        with records.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(replace(self, accepted=True))) + "\n")
 
 
 def read_records(path: Path, repair: bool = False) -> list[Caption]:
@@ -167,16 +159,9 @@ class Captions:
     def add(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> None:
         """Record the answers on the disk, then write them to the samples' files."""
         made = [
-            Caption(
-                sample.key,
-                str(sample.target),
-                answer.text,
-                None if sample.caption_file is None else str(sample.caption_file),
-                answer.cut,
-                self.model,
-            )
-            for sample, answer in zip(samples, answers, strict=True)
-            if answer.text and self.lacks(sample)
+            Caption(one.key, str(one.target), answer.text, str(one.caption_file or "") or None, answer.cut, self.model)
+            for one, answer in zip(samples, answers, strict=True)
+            if answer.text and self.lacks(one)
         ]
         if empty := [sample.key for sample, answer in zip(samples, answers, strict=True) if not answer.text]:
             log.info(f"note: the model gave no answer, so no caption, for {listing(empty)}")

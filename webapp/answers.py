@@ -1,9 +1,9 @@
 """Answers to requests: pages from templates, forms, and a user's mistakes in one line."""
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -19,6 +19,14 @@ from report.quoting import program
 
 HERE = Path(__file__).parent
 LARGEST = 50 * 2**20  # bytes of a form with its files
+T = TypeVar("T")
+
+
+def entry(things: Mapping[str, T], name: Any) -> T:
+    """Return the entry of a name from a request; a name without one is not found, whatever path it is."""
+    if name not in things:
+        raise HTTPException(404, f"there is no {name} here. Reload the page.")
+    return things[name]
 
 
 def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from datamodules.errors import UserError
 from datamodules.files import reason
 from report.page import REPORT
-from webapp.answers import mistake
+from webapp.answers import entry, mistake
 from webapp.data import DataPage
 from webapp.jobs import Jobs
 from webapp.runs import RunsPage, Shelf
@@ -96,20 +96,13 @@ class Guard:
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 
-def _static(request: Request) -> Response:
-    path = STATIC.get(request.query_params.get("file", ""))
-    if path is None:
-        raise HTTPException(404, "there is no such file")
-    return FileResponse(path)
-
-
 def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) -> Guard:
     """Return the application for the runs below a folder."""
     tries = TryPage(shelf := Shelf(outputs))
     jobs = Jobs(outputs, tries.free)
     routes = [
         Route("/", lambda request: RedirectResponse("/runs")),
-        Route("/static", _static),
+        Route("/static", lambda request: FileResponse(entry(STATIC, request.query_params.get("file")))),
         *RunsPage(shelf, jobs).routes(),
         *tries.routes(),
         *DataPage(shelf, jobs).routes(),

@@ -31,7 +31,7 @@ from report.quoting import flat_settings, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.run_folder import REQUESTS, RunFolder
 from tasks.resuming import OF_A_START
-from webapp.answers import page, post
+from webapp.answers import entry, page, post
 from webapp.jobs import Jobs
 
 # Figures of the list by their columns.
@@ -61,10 +61,7 @@ class Shelf:
 
     def get(self, name: str) -> RunFolder:
         """Return a run; a name that is none of the runs' is not found, whatever path it is."""
-        run = self.runs().get(name)
-        if run is None:
-            raise HTTPException(404, f"there is no run {name} below {self.outputs}")
-        return run
+        return entry(self.runs(), name)
 
     def summaries(self) -> list[dict[str, Any]]:
         """Return all runs, those that run and then the newest first."""

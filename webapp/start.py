@@ -61,10 +61,11 @@ def _comment(path: Path, name: str) -> str:
 
 
 @cache
-def _composed(*choices: str) -> Any:
-    with hydras_errors("train"):  # not by hydra.compose, whose state all threads share
+def composed(*choices: str, script: str = "train") -> Any:
+    """Compose the settings of a command, with those of Hydra."""
+    with hydras_errors(script):  # not by hydra.compose, whose state all threads share
         loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
-        return loader.load_configuration("train", list(choices), RunMode.RUN)
+        return loader.load_configuration(script, list(choices), RunMode.RUN)
 
 
 def _typed(value: Any) -> str:
@@ -83,14 +84,15 @@ def _differing(settings: Any, defaults: Any, start: str = "") -> Iterator[tuple[
             yield f"{'' if key in defaults else '+'}{start}{key}", _typed(value)
 
 
-def asked_by(run: RunFolder) -> dict[str, str]:
+def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
     """Return the content of the form that starts a run again, without secrets; more: other settings, one a line."""
     settings = {"model_name": "", **settings_of(run)}
     recorded = settings.get("hydra", {}).get("runtime", {}).get("choices", {"model": settings["model_name"]})
-    usual = _composed(f"model={recorded['model']}").hydra.runtime.choices
-    asked = {name: one for name, one in recorded.items() if name in GROUPS and (name == "model" or one != usual[name])}
+    usual = composed(f"model={recorded['model']}", script=script).hydra.runtime.choices
+    asked = {key: one for key, one in recorded.items() if key in GROUPS and one != usual.get(key, one)}
+    asked["model"] = recorded["model"]
     own = {key: value for key, value in settings.items() if key not in (*OF_A_START, "model_name")}
-    defaults = OmegaConf.to_container(_composed(*(f"{group}={one}" for group, one in asked.items())))
+    defaults = OmegaConf.to_container(composed(*(f"{group}={one}" for group, one in asked.items()), script=script))
     found = {key: value for key, value in _differing(own, defaults) if without_credentials(value) == value}
     asked |= {key: value for key, value in found.items() if key in listed_keys()}
     more = [f"{key}={value}" for key, value in found.items() if key not in asked and not SECRET.search(key)]
@@ -127,7 +129,7 @@ class StartPage:
         """Show the form, with the defaults of the chosen groups, and the queue."""
         asked = dict(request.query_params)
         asked |= asked_by(self.shelf.get(asked["run"])) if "run" in asked else {}
-        cfg = _composed(*(f"{group}={asked[group]}" for group in GROUPS if asked.get(group)))
+        cfg = composed(*(f"{group}={asked[group]}" for group in GROUPS if asked.get(group)))
         choices, fields = cfg.hydra.runtime.choices, []
         for key, line in listed_keys().items():
             if (value := OmegaConf.select(cfg, key, default=...)) is not ...:

@@ -10,14 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
 from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError
 from report.quoting import TEXTS, override
-from webapp.answers import page, post
+from webapp.answers import entry, page, post
 from webapp.jobs import TRAIN
 from webapp.runs import Shelf
 
@@ -67,9 +66,8 @@ class TryPage:
     def image(self, request: Request) -> Response:
         """Return an uploaded image or a result."""
         files = {str(path.relative_to(self._folder)): path for path in self._folder.rglob("*.png")}
-        if (path := files.get(request.query_params.get("name", ""))) is None:
-            raise HTTPException(404, "there is no such image")
-        return FileResponse(path, headers={"cache-control": "private, max-age=3600"})
+        found = entry(files, request.query_params.get("name"))
+        return FileResponse(found, headers={"cache-control": "private, max-age=3600"})
 
     def create(self, request: Request, form: FormData) -> Response:
         """Start the commands of the form: one, or one for each LoRA."""
