@@ -1,13 +1,13 @@
 """The page of studio.py: seconds of the first page with many runs, and its cost for a run that trains.
 
-python -m benchmarks.studio_page [--runs 200] [--rounds 5] [--steps 60] writes to benchmarks/results/studio_page.json.
+python -m benchmarks.studio_page [--runs 200] [--blocks 20] writes to benchmarks/results/studio_page.json.
 
-The page asks for a run's page every 2 s and for the list every 3 s, as two open browser tabs do. Training uses one
-thread: on a machine with a GPU, too, the page has a core of its own.
+In every second block of steps of one run, its page is asked for every 2 s and the list every 3 s, as by two open tabs
+of a browser. Training uses one thread: on a machine with a GPU, too, the page has a core of its own.
 """
 
 import argparse
-import csv
+import itertools
 import json
 import os
 import re
@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +24,11 @@ from pathlib import Path
 
 import httpx
 
+from report.tables import last_metrics, read_metrics
+
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "studio_page.json"
-WARM_UP = 10  # steps
+BLOCK, EDGE = 60, 10  # steps, of which the first ones may still be as before
 
 
 @contextmanager
@@ -49,71 +50,57 @@ def studio(folder: Path) -> Iterator[httpx.Client]:
             process.wait()
 
 
-def train(folder: Path, name: str, steps: int) -> float:
-    """Train the small model; return the median seconds of a step."""
-    settings = [f"trainer.max_steps={steps}", "sample_every=0", "save_every=0", "callbacks.sample_images=null"]
+def train(folder: Path, name: str, steps: int) -> subprocess.Popen[bytes]:
+    """Start training the small model."""
+    settings = [f"trainer.max_steps={steps}", "trainer.log_every_n_steps=1", "sample_every=0", "save_every=0"]
     command = [sys.executable, str(ROOT / "train.py"), *settings, f"output_dir=outputs/{name}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
-    with (folder / "outputs" / name / "metrics.csv").open(newline="") as file:
-        seconds = [float(row["seconds"]) for row in csv.DictReader(file)][WARM_UP:]
-    return statistics.median(after - before for before, after in pairwise(seconds))
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-@contextmanager
-def watched(client: httpx.Client, name: str) -> Iterator[list[float]]:
-    """Temporarily ask for the pages of a run and of the list, as open tabs do; yield the seconds of the answers."""
-    ended, took = threading.Event(), []
-
-    def ask() -> None:
-        for second in range(10**6):
-            if ended.wait(1):
-                return
-            for every, address in ((2, f"/run?run={name}"), (3, "/runs")):
-                if second % every == 0:
-                    start = time.perf_counter()
-                    client.get(address)
-                    took.append(time.perf_counter() - start)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield took
-    finally:
-        ended.set()
-        thread.join()
+def watch(client: httpx.Client, run: subprocess.Popen[bytes], metrics: Path) -> list[float]:
+    """Ask for pages in every second block of steps until a run ends; return the seconds of the answers."""
+    took: list[float] = []
+    for second in itertools.count():
+        time.sleep(1)
+        if run.poll() is not None:
+            return took
+        block = int(last_metrics(metrics).get("step", 0)) // BLOCK
+        for every, address in ((2, "/run?run=watched"), (3, "/runs")):
+            if block % 2 and second % every == 0:
+                start = time.perf_counter()
+                client.get(address)
+                took.append(time.perf_counter() - start)
+    raise AssertionError
 
 
 def main() -> None:
     """Measure, print and keep the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--blocks", type=int, default=20)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train(folder, "0", chosen.steps)
+        train(folder, "0", 20).wait()
         for index in range(1, chosen.runs):
             shutil.copytree(
                 folder / "outputs/0", folder / f"outputs/{index}", ignore=lambda *_: ["checkpoints", "lora"]
             )
         with studio(folder) as client:
+            run = train(folder, "watched", BLOCK * chosen.blocks)
+            answers = watch(client, run, folder / "outputs/watched/metrics.csv")
             first = float(client.headers["x-first"])
-        steps: dict[str, list[float]] = {"without": [], "with": []}
-        answers: list[float] = []
-        for turn in range(chosen.rounds):
-            steps["without"].append(train(folder, f"without-{turn}", chosen.steps))
-            with studio(folder) as client, watched(client, f"with-{turn}") as took:
-                steps["with"].append(train(folder, f"with-{turn}", chosen.steps))
-            answers += took
-    ratios = [there / here for there, here in zip(steps["with"], steps["without"], strict=True)]
+        seconds = [float(row["seconds"]) for row in read_metrics(folder / "outputs/watched/metrics.csv")]
+    steps = [after - before for before, after in pairwise(seconds)]
+    blocks = [statistics.median(steps[at + EDGE : at + BLOCK]) for at in range(0, len(steps), BLOCK)][2:]
+    ratios = [there / here for here, there in zip(blocks[::2], blocks[1::2], strict=False)]
     figures = {
-        "command": "python -m benchmarks.studio_page " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.studio_page", *sys.argv[1:]]),
         "runs": chosen.runs,
         "first_page_seconds": round(first, 3),
         "later_answers_median_seconds": round(statistics.median(answers), 4),
-        "step_seconds": {name: [round(one, 4) for one in values] for name, values in steps.items()},
+        "step_seconds_without_and_with": [round(one, 4) for one in blocks],
         "step_ratio_median": round(statistics.median(ratios), 4),
     }
     RESULT.write_text(json.dumps(figures, indent=2) + "\n")

@@ -116,7 +116,8 @@ class DataPage:
                         "config.yaml: data has a _target_ of its own, which is not run. Write the settings."
                     )
             if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
-                raise UserError(f"{others[0]}: it is no setting of data or model. Leave it out.")
+                remedy = "Leave it out." if "=" in others[0] else f"Write data.root={others[0]}."
+                raise UserError(f"{others[0]}: it is no setting of data or model. {remedy}")
             given, skip = read_arguments(words, "predict"), ("data.on_missing=skip", "data.on_bad_image=skip")
             cfg = composed(*given, *skip, script="predict")  # notes name the skipped ones
             cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
