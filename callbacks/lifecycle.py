@@ -32,7 +32,11 @@ SECONDS_TO_END = 100.0
 
 
 class StartOfTraining(L.Callback):
-    """Preparation before the other callbacks start; the trainer may have one step more than `max_steps`, to start."""
+    """Prepare training before the other callbacks start.
+
+    Args:
+        max_steps: optimizer steps of the run. The trainer may have been given one more, so that it starts at all.
+    """
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
@@ -165,10 +169,13 @@ class GracefulStop(L.Callback):
 
 
 class Watchdog(L.Callback):
-    """Print the stacks of all threads and exit if nothing completes for some `minutes`; None disables the watchdog.
+    """Print the stacks of all threads and exit if nothing completes for too long.
 
     Steps, images, encoded samples and validation losses count. Time in which a component is loaded does not, since
     downloads take long; nor does time in which the process is suspended.
+
+    Args:
+        minutes: without progress; None disables the watchdog.
     """
 
     def __init__(self, minutes: float | None) -> None:

@@ -28,6 +28,10 @@ def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a LoRA file's header on its model, from which predict.py composes the settings.
 
     It contains plain values only, because predict.py accepts no others from a file.
+
+    Args:
+        name: of the model's YAML.
+        model: its composed settings.
     """
     header: dict[str, Any] = {"name": name, **_plain(model)}
     header["sampling"] = _plain(model.get("sampling") or {})
@@ -50,6 +54,7 @@ class LoRACheckpoint(L.Callback):
 
     Args:
         save_every: optimizer steps between two checkpoints; 0 saves at the end only.
+        keep_checkpoints: number of checkpoints that are kept.
         model: its composed settings, for the header of the LoRA files.
         dtype: of the LoRA files, a name of `lora_files.writing.DTYPES`.
     """
@@ -102,7 +107,11 @@ class LoRACheckpoint(L.Callback):
             self._save(trainer, pl_module)
 
     def write(self, trainer: L.Trainer, module: EditModule, *names: str, other: bool = False) -> None:
-        """Write the weights that images are sampled with, or the `other` ones of an EMA, under each of these names."""
+        """Write the weights that images are sampled with under each of these names.
+
+        Args:
+            other: write the other weights of a run with an EMA.
+        """
         assert module.adapter is not None
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}

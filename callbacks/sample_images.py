@@ -57,6 +57,7 @@ class SampleImages(L.Callback):
     Attributes:
         validation: data module of the held-out samples, None without these.
         results: of the last sampling, in every process.
+        sampled_step: step of the last sampling.
     """
 
     def __init__(
