@@ -39,7 +39,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
-# A problem is shown below the page, whose parts keep asking.
+# A problem is shown below the page, whose parts keep asking; forms have places of their own.
 PROBLEM = {"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-reselect": "p"}
 
 
@@ -67,7 +67,7 @@ class Guard:
                 headers = {name for name, _ in message["headers"]}
                 more = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
                 more |= {} if b"content-security-policy" in headers else {"content-security-policy": POLICY}
-                more |= PROBLEM if message["status"] >= 400 else {}
+                more |= PROBLEM if message["status"] >= 400 and scope["method"] == "GET" else {}
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
             await send(message)
 
