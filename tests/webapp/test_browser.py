@@ -9,7 +9,7 @@ from tests.support.commands import ROOT, weights
 from tests.webapp.browsing import browser_page, studio_at
 from tests.webapp.conftest import write_run
 
-RUN = ["trainer.max_steps=150", "sample_every=0", "save_every=0", "callbacks.sample_images.count=1", "data.val_count=2"]
+RUN = ["trainer.max_steps=300", "sample_every=0", "save_every=0", "callbacks.sample_images.count=1", "data.val_count=2"]
 
 
 def train(folder, *settings):
@@ -40,9 +40,9 @@ def test_a_run_is_watched_sampled_stopped_and_resumed_in_the_page_and_ends_bitwi
             expect(resume).to_be_visible()
             process.wait(60)
             [sampled] = [step for step in (run / "samples").glob("step-*") if step.name != "step-000000"]
-            assert sampled.name != "step-000150", "the button came too late"
+            assert sampled.name != "step-000300", "the button came too late"
             stopped = (run / "metrics.csv").read_text().splitlines()
-            assert len(stopped) < 150
+            assert len(stopped) < 300
             resume.click()
             expect(page.locator(".state")).to_have_text("finished")
             expect(page.get_by_text("resuming with the settings of")).to_be_visible()  # the log
