@@ -92,7 +92,7 @@ class Tab:
         self.client.get("/?token=t")
         self.text = ""
 
-    def create(self, image=b"", loras=(), until="done", **form):
+    def create(self, image=b"", loras=(), until=None, **form):
         """Ask for images of some LoRAs, each with its strength, and wait."""
         chosen = [*loras, *[("", "1")] * (4 - len(loras))]
         form |= {"lora": [str(lora) for lora, _ in chosen], "weight": [weight for _, weight in chosen]}
@@ -100,16 +100,16 @@ class Tab:
         self.wait(until)
 
     def wait(self, words):
-        """Wait for words of the progress, or until nothing is left to do."""
+        """Wait for words of the progress, and at most until nothing is left to do."""
         end = time.monotonic() + 120
-        while "<button>cancel" in self.text and words not in self.text:
+        while "<button>cancel" in self.text and (words is None or words not in self.text):
             assert time.monotonic() < end, self.text
             time.sleep(0.1)
             self.text = self.client.get("/try").text
 
     def stop(self, **form):
         self.text = self.client.post("/try/stop", data=form or {"memory": ""}).text
-        self.wait("done")
+        self.wait(None)
 
     def rows(self):
         """Return each command's arguments, and the addresses of its images."""
