@@ -39,7 +39,7 @@ class Report(L.Callback):
         self.run = RunFolder(output_dir)
         self.model_name = model_name
         self._data: dict[str, Any] = {}
-        self._data_url = functools.cache(_data_url)
+        self._data_urls = functools.cache(_data_urls)
         self._written = 0.0  # until the first page
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -85,7 +85,7 @@ class Report(L.Callback):
         assert module.objective is not None
         metrics, validation = read_metrics(self.run.metrics), read_validation(self.run.validation)
         samples = sample_files(self.run, trainer.global_step)
-        rows, data = sample_rows(samples, self._data_url), PairsDataModule.of(trainer)
+        rows, data = sample_rows(samples, lambda path, part: self._data_urls(path)[part]), PairsDataModule.of(trainer)
         if not self._data:
             with best_effort("part of the report on the data"):
                 self._data = _describe(data)
@@ -112,9 +112,9 @@ class Report(L.Callback):
         )
 
 
-def _data_url(path: Path, part: int) -> str:
-    """Return a part of a sample image by its index as a data URL."""
-    return data_url(read_strip(path).parts[part])
+def _data_urls(path: Path) -> list[str]:
+    """Return the parts of a sample image as data URLs."""
+    return list(map(data_url, read_strip(path).parts))
 
 
 def _describe(data: PairsDataModule) -> dict[str, Any]:

@@ -154,15 +154,17 @@ def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Pa
     """
     rows = []
     for name, path in {name: path for files in samples.values() for name, path in files.items()}.items():
-        strip = read_strip(path)
-        count = len(strip.controls)
+        with reading(path, "remove it"), Image.open(path) as file:  # its text; no pixels are decoded
+            facts, height, widths = file.info, file.height, list(map(int, file.info[PARTS].split()))
+        prompt, has_target = facts.get("prompt", ""), NO_TARGET not in facts
+        count = len(widths) - has_target - 1
         rows.append(
             {
-                "prompt": strip.prompt if strip.target else f"{strip.prompt} (of sample_root)",
+                "prompt": prompt if has_target else f"{prompt} (of sample_root)",
                 "controls": [address(path, index) for index in range(count)],
                 "results": [address(files[name], count) if name in files else None for files in samples.values()],
-                "target": address(path, count + 1) if strip.target else "",
-                "size": "small" if max(strip.result.size) <= THUMBNAIL else "",
+                "target": address(path, count + 1) if has_target else "",
+                "size": "small" if max(widths[count], height) <= THUMBNAIL else "",
             }
         )
     return rows

@@ -19,11 +19,12 @@ def templates(folder: Path) -> jinja2.Environment:
     escapes = jinja2.select_autoescape(["html"])
     environment = jinja2.Environment(loader=loader, autoescape=escapes, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(code=code, plain=plain)
+    environment.globals.update(program=program)
     return environment
 
 
 def render(path: Path, template: Path = REPORT, **page: Any) -> None:
     """Write a page atomically from a template, HTML or Markdown; parts that are not given are left out."""
-    text = templates(template.parent).get_template(template.name).render(page, program=program)
+    text = templates(template.parent).get_template(template.name).render(page)
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -15,7 +15,6 @@ from starlette.routing import Route
 from datamodules.errors import UserError
 from datamodules.files import reason
 from report.page import templates
-from report.quoting import program
 
 HERE = Path(__file__).parent
 LARGEST = 50 * 2**20  # bytes of a form with its files
@@ -31,7 +30,7 @@ def entry(things: Mapping[str, T], name: Any) -> T:
 
 def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """Render a template of this package."""
-    return HTMLResponse(templates(HERE).get_template(template).render(values, program=program), status)
+    return HTMLResponse(templates(HERE).get_template(template).render(values), status)
 
 
 def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:

@@ -115,17 +115,13 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
 
 def _sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     """Return the steps with sample images, and the rows of `sample_rows`."""
-    folders = run.sampled_steps()
-    return list(folders), _rows(name, run.path, *(folder.stat().st_mtime_ns for folder in folders.values()))
+    samples = sample_files(run)
 
-
-@lru_cache(64)
-def _rows(name: str, folder: Path, *modified: int) -> list[dict[str, Any]]:
     def address(path: Path, part: int) -> str:
         step = path.parent.name.removeprefix("step-")
         return "/image?" + urlencode({"run": name, "sample": f"{int(step)}/{path.stem}", "part": part})
 
-    return sample_rows(sample_files(RunFolder(folder)), address)
+    return list(samples), sample_rows(samples, address)
 
 
 def tail(path: Path) -> str:

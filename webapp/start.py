@@ -51,6 +51,7 @@ def listed_keys() -> dict[str, str]:
     return {key: line for key, line in found.items() if key in known and not (key in OF_A_START or SECRET.search(key))}
 
 
+@cache
 def _comment(path: Path, name: str) -> str:
     """Return the comment above a setting in a YAML file of conf/, or else in a file that it builds on."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
