@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from datamodules.files import reason
 
-# Attention kernels without a backward pass.
-INFERENCE_ONLY = ("sage", "_sage")
+# Attention kernels without a backward pass, or with a wrong one (cuDNN's).
+INFERENCE_ONLY = ("sage", "_sage", "_native_cudnn")
 # Graphs that a list of blocks may need: by sizes, single samples, padding, and gradients of the inputs.
 GRAPHS = 16
 
@@ -156,11 +156,14 @@ def check_attention_backend(name: str | None, trains: bool = False) -> None:
     if name not in known:
         raise UserError(f"model.attention_backend={name}: diffusers has {', '.join(known)}")
     if trains and name.startswith(INFERENCE_ONLY):
-        raise UserError(f"model.attention_backend={name} has no backward pass: use it in prediction only")
+        raise UserError(f"model.attention_backend={name} has no right backward pass: use it in prediction only")
 
 
 def set_attention_backend(transformer: Any, name: str | None) -> None:
-    """Set an attention kernel of diffusers, None for PyTorch's choice; raise a UserError if it does not run here."""
+    """Set an attention kernel of diffusers, None for PyTorch's without cuDNN; raise a UserError if it fails."""
+    # PyTorch from 2.11 on prefers cuDNN on an H100 or H200, whose gradients are wrong where the output is a part of a
+    # larger tensor, as in FLUX's single blocks (benchmarks/README.md), or NaN (PyTorch's issue 196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if name is None:
         return
     from diffusers.models.attention_dispatch import attention_backend
