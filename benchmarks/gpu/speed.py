@@ -62,11 +62,11 @@ def _raised(bench: Bench, module: Any, batch: LatentBatch, estimate: Callable[[s
     """Return the checkpointing policy that a run chooses after its first step."""
     from benchmarks.memory import loss
     from lightning_modules.estimation.memory import DeviceMemory, choose_policy
-    from lightning_modules.execution.checkpointing import POLICIES
+    from lightning_modules.execution.checkpointing import AUTO
 
     if not bench.cuda:
         return "full"
-    memory, needs = DeviceMemory(bench.device), {policy: estimate(policy) for policy in POLICIES}
+    memory, needs = DeviceMemory(bench.device), {policy: estimate(policy) for policy in AUTO}
     module.execution.set_checkpointing(module.transformer, "full")
     memory.restart()
     loss(module, batch).backward()
