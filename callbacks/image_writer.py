@@ -2,13 +2,12 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 
@@ -33,26 +32,18 @@ def log_image(trainer: L.Trainer, name: str, image: Image.Image) -> None:
             logger.log_image(name, [image], step=trainer.global_step)
 
 
-class ImageWriter(BasePredictionWriter):
+class ImageWriter(L.Callback):
     """Write each image as soon as it is sampled, and those of several LoRA scales also in a row."""
 
     def __init__(self, output_dir: str) -> None:
-        super().__init__(write_interval="batch")
         self.folder = Path(output_dir)
 
-    def write_on_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
         assert isinstance(batch, EditRequest)
         made: dict[str, dict[float, Path]] = {}  # for each prompt and seed the files, by scale
-        for pixels, record in prediction:
+        for pixels, record in outputs:
             path = self.folder / f"{short_name(record['name'], 251)}.png"
             save_png(to_image(pixels), path)
             log.info(f"{path}  {sum(record['seconds'][name] for name in ('denoise', 'decode')):.2f} s")

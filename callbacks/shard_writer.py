@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from datamodules.batch import LatentBatch
@@ -19,7 +18,7 @@ from lightning_modules.timing import ProgressLines
 SHARD_SIZE = 2**29
 
 
-class ShardWriter(BasePredictionWriter):
+class ShardWriter(L.Callback):
     """Appends each sample to a tar of this process's rank as soon as it is encoded.
 
     Args:
@@ -30,7 +29,6 @@ class ShardWriter(BasePredictionWriter):
     """
 
     def __init__(self, cache: Cache) -> None:
-        super().__init__(write_interval="batch")
         self.cache = cache
         self.encoded = 0
         self._shard: OpenShard | None = None
@@ -38,15 +36,8 @@ class ShardWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._progress = ProgressLines(int(trainer.num_predict_batches[0]), "samples encoded")
 
-    def write_on_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: EncodeRequest,
-        batch_idx: int,
-        dataloader_idx: int,
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
         assert isinstance(pl_module, EditModule)
         if self._shard is not None and self._shard.size >= SHARD_SIZE:
@@ -54,7 +45,7 @@ class ShardWriter(BasePredictionWriter):
             self._shard = None
         if self._shard is None:
             self._shard = self.cache.new_shard(trainer.global_rank)
-        write_sample(self._shard, pl_module, batch, *prediction)
+        write_sample(self._shard, pl_module, batch, *outputs)
         self.encoded += 1
         self._progress.done(self.encoded)
 

@@ -43,7 +43,7 @@ def hold_build(samples: int, marker: Path, shard_size: int = 2**29) -> None:
     The marker exists while it waits; MARKER.encoded grows by a byte with each encoded sample.
     """
     shard_writer.SHARD_SIZE = shard_size
-    write = ShardWriter.write_on_batch_end
+    write = ShardWriter.on_predict_batch_end
 
     def write_and_hold(writer, *args):
         write(writer, *args)
@@ -54,4 +54,4 @@ def hold_build(samples: int, marker: Path, shard_size: int = 2**29) -> None:
             while stop.signal is None and not marker.with_suffix(".go").exists():
                 time.sleep(0.01)
 
-    ShardWriter.write_on_batch_end = write_and_hold
+    ShardWriter.on_predict_batch_end = write_and_hold
