@@ -27,15 +27,31 @@ SHAPES = Path(__file__).with_name("shapes")
 
 def untrained_pipeline() -> FluxKontextPipeline:
     """Return all parts with random weights."""
+    t5 = T5EncoderModel(T5Config.from_pretrained(SHAPES / "text_encoder_2"))
+    attend_to_previous_word(t5)
     return FluxKontextPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(SHAPES / "scheduler"),
         vae=AutoencoderKL.from_config(AutoencoderKL.load_config(SHAPES / "vae")),
         text_encoder=CLIPTextModel(CLIPTextConfig.from_pretrained(SHAPES / "text_encoder")),
         tokenizer=AutoTokenizer.from_pretrained(SHAPES / "tokenizer"),
-        text_encoder_2=T5EncoderModel(T5Config.from_pretrained(SHAPES / "text_encoder_2")),
+        text_encoder_2=t5,
         tokenizer_2=AutoTokenizer.from_pretrained(SHAPES / "tokenizer_2"),
         transformer=FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(SHAPES / "transformer")),
     )
+
+
+@torch.no_grad()
+def attend_to_previous_word(encoder: T5EncoderModel) -> None:
+    """Let the first head of each layer attend to the word before, so that words know what they belong to.
+
+    Training does not find this out: position biases are small beside T5's logits, which are not scaled.
+    """
+    for block in encoder.encoder.block:
+        attention = block.layer[0].SelfAttention
+        attention.q.weight[: attention.key_value_proj_dim] = 0
+    bias = encoder.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # of all layers
+    bias[:, 0] = 0
+    bias[1, 0] = 12  # the bucket of the position before
 
 
 def drawn_batches(seed: int, count: int) -> Iterator[Tensor]:

@@ -1,130 +1,115 @@
-"""Measure what docs/quality.md reports: runs on Shapes that differ in one setting, with three seeds each.
+"""Measure the figures of docs/quality.md, and write its tables and images.
 
-    python benchmarks/quality.py rank [--seeds 3] [--steps 100]
-    python benchmarks/quality.py objectives --images docs
+    python benchmarks/quality.py                   # everything; a stopped sweep resumes
+    python benchmarks/quality.py rank slider       # some sections
+    python benchmarks/quality.py --list            # sections, and rows older than their settings
 
-Each run is `python train.py` with the overrides below. Figures are the mean and standard deviation over the seeds, on
-16 held-out images. In a row of two bases the LoRA is trained on the first and measured on the second.
+Each row is a Hydra multirun of train.py over seeds, on one core; as many rows run at once as there are cores. Runs are
+kept in outputs/quality, figures in benchmarks/results/quality.json with the hash of all that determines them: the
+composed settings, the base's weights, and the code that draws and measures. A row is measured again if its hash has
+changed, and a test fails while it has not been.
 """
 
 import argparse
-import tempfile
+import json
+import os
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
-from benchmarks.adapters import adapters, averages
-from benchmarks.preservation import preservation, small_edit
-from benchmarks.shapes_runs import PAIRS, Rows, draw_pairs, run, table
-from benchmarks.sliders import slider
-from lightning_modules.families.flux.module import FluxKontext
-from lightning_modules.family import ATTENTION
-from report.tables import read_metrics, read_validation
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-COLUMNS = ("mask_iou", "psnr", "best_psnr", "ssim", "val_loss", "train_loss", "seconds")
-BASES = {
-    "float32": [],
-    "bf16": ["model.dtype=bfloat16"],
-    **{name: ["model.dtype=bfloat16", f"model/quantization={name}"] for name in ("fp8", "int8_w8a8", "nf4", "fp4")},
+from benchmarks.shapes import adapters, base, options, peer, photographs, preservation, sliders, subject  # noqa: E402
+from benchmarks.shapes.runs import Section, table  # noqa: E402
+from tasks.terminal import silence_libraries  # noqa: E402
+
+RECORDS = ROOT / "benchmarks" / "results" / "quality.json"
+PAGE = ROOT / "docs" / "quality.md"
+SECTIONS: dict[str, Section] = {
+    section.name: section
+    for module in (base, options, preservation, sliders, adapters, subject, photographs, peer)
+    for section in module.SECTIONS
 }
-BASES["int8_w8a8, not rotated"] = [*BASES["int8_w8a8"], "model.quantization.rotation=false"]
-# Overrides of each row, and for a LoRA that moves to another base the overrides of that base.
-SETS: dict[str, dict[str, list[list[str]]]] = {
-    "rank": {"rank 4": [["adapter.rank=4"]], "rank 16": [[]], "rank 64": [["adapter.rank=64"]]},
-    "precision": {name: [overrides] for name, overrides in BASES.items()},
-    "moved": {
-        f"{one}, then {other}": [BASES[one], BASES[other]]
-        for small in ("fp8", "int8_w8a8", "nf4", "fp4")
-        for one, other in (("bf16", small), (small, "bf16"))
-    },
-    "pairs": {
-        f"{adapter}, {pairs} pairs": [[f"adapter={adapter}", f"data.root=PAIRS/train-{pairs}.jsonl", "sample_every=20"]]
-        for pairs in PAIRS
-        for adapter in ("lora", "tlora", "ortho_tlora")
-    },
-    "data": {"cached": [[]], "encoded in every step": [["data.cache_dir=null"]]},
-    "timesteps": {
-        "logit_normal": [[]],
-        "uniform": [["model.timesteps.law=uniform"]],
-        "mode": [["model.timesteps.law=mode"]],
-        "towards noise": [["model.timesteps.logit_mean=0.7", "model.timesteps.logit_std=1.2"]],
-    },
-}
+_WRITING = threading.Lock()
 
 
-def targets(names: tuple[str, ...]) -> str:
-    """Return the override that adapts layers of these names."""
-    return f"adapter.target_modules=[{','.join(names)}]"
+def read_records() -> dict[str, dict[str, Any]]:
+    """Return the figures and hashes by section and row."""
+    return json.loads(RECORDS.read_text()) if RECORDS.is_file() else {}
 
 
-FORMER = [targets(ATTENTION), "scheduler=cosine"]
-PRESENT = [targets(FluxKontext.layers.targets), "scheduler=constant", "model.timesteps.shift=dynamic"]
-RECIPES = {
-    "former": FORMER,
-    "layers": [targets(FluxKontext.layers.targets), "scheduler=cosine"],
-    "shift dynamic": [*FORMER, "model.timesteps.shift=dynamic"],
-    "schedule constant": [targets(ATTENTION), "scheduler=constant"],
-    "all three": PRESENT,
-    **{f"all three, rate {rate}": [*PRESENT, f"optimizer.lr={rate}"] for rate in ("1.5e-3", "1.5e-2", "5e-2")},
-}
+def outdated(section: Section) -> list[str]:
+    """Return the rows whose recorded hash is not the present one."""
+    rows = read_records().get(section.name, {})
+    return [label for label in section.rows if rows.get(label, {}).get("hash") != section.hash(label)]
 
 
-def measure(
-    pairs: Path, steps: int, seed: int, overrides: list[str], moved_to: list[str] | None = None
-) -> dict[str, float]:
-    """Return the last row of a run's validation.csv, or the first row of a run on another base with its LoRA."""
-    output, seconds = run(pairs, steps, f"seed={seed}", *overrides)
-    if moved_to is not None:
-        output, _ = run(pairs, 1, f"seed={seed}", *moved_to, f"adapter.init_from={output}")
-        row = read_validation(output / "validation.csv")[0]
-    else:
-        rows = read_validation(output / "validation.csv")
-        loss = float(read_metrics(output / "metrics.csv")[-1]["loss_avg"])
-        best = max(row["psnr"] for row in rows)  # above the last one if the run was too long
-        row = rows[-1] | {"best_psnr": best, "train_loss": loss, "seconds": seconds}
-    return {column: row[column] for column in COLUMNS if column in row}
+def measure(section: Section, label: str, hash: str) -> None:
+    """Measure a row and record it, with the hash of before."""
+    figures = section.measure(section.rows[label])
+    kept = [{header: float(f"{one[header]:.6g}") for header in section.columns if header in one} for one in figures]
+    with _WRITING:
+        records = read_records()
+        found = records.get(section.name, {}) | {label: {"hash": hash, "seeds": kept}}
+        records[section.name] = {row: found[row] for row in section.rows if row in found}
+        RECORDS.write_text(json.dumps({name: records[name] for name in SECTIONS if name in records}, indent=1) + "\n")
 
 
-def compare(pairs: Path, steps: int, seeds: range, name: str) -> None:
-    """Print the table of one of SETS."""
-    rows: Rows = ((row, [measure(pairs, steps, seed, *runs) for seed in seeds]) for row, runs in SETS[name].items())
-    table(name, rows)
-
-
-def recipes(pairs: Path, steps: int, seeds: range, images: Path | None) -> None:
-    """Print PSNR and validation loss of former and present defaults of large models, edit by edit."""
-
-    def measured(folder: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-        output, _ = run(folder, steps, f"seed={seed}", "sample_every=30", *overrides)
-        rows = read_validation(output / "validation.csv")
-        return {**{f"PSNR at {row['step']:.0f}": row["psnr"] for row in rows[1:]}, "val_loss": rows[-1]["val_loss"]}
-
-    for edit in ("segment", "invert", "mirror"):
-        folder = pairs / edit
-        draw_pairs(folder, edit)
-        table(edit, ((name, [measured(folder, seed, recipe) for seed in seeds]) for name, recipe in RECIPES.items()))
-
-
-# Each function of `objectives` draws its own data and prints its table.
-OBJECTIVES = {one.__name__: one for one in (preservation, small_edit, averages, adapters, slider)}
-FUNCTIONS = OBJECTIVES | {"recipes": recipes}
+def written(page: str) -> str:
+    """Return the page with the tables of the records between its markers."""
+    for name, rows in read_records().items():
+        text = table(SECTIONS[name], {label: row["seeds"] for label, row in rows.items()})
+        before, marker, after = page.partition(f"<!-- {name} -->\n")
+        if marker:
+            page = f"{before}{marker}{text}\n{after[after.index('<!-- end -->') :]}"
+    return page
 
 
 def main() -> None:
-    """Run the sets that are named on the command line."""
+    """Measure the rows that are not up to date, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sets", nargs="+", choices=[*SETS, *FUNCTIONS, "objectives"])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--images", type=Path, help="folder for the images of docs/quality.md")
-    options = parser.parse_args()
-    seeds = range(1, options.seeds + 1)
-    with tempfile.TemporaryDirectory() as temporary:
-        pairs = Path(temporary)
-        draw_pairs(pairs)
-        for name in [one for chosen in options.sets for one in (OBJECTIVES if chosen == "objectives" else [chosen])]:
-            if name in SETS:
-                compare(pairs, options.steps, seeds, name)
-            else:
-                FUNCTIONS[name](pairs, options.steps, seeds, options.images)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="by default all")
+    parser.add_argument("--list", action="store_true", help="only list what would be measured")
+    parser.add_argument("--workers", type=int, default=2, help="rows at once, one core each")
+    arguments = parser.parse_args()
+    silence_libraries()
+    warnings.filterwarnings("ignore", message="Conversion from CIE-LAB")
+    chosen = [SECTIONS[name] for name in arguments.sections or SECTIONS]
+    rows = [(section, label) for section in chosen for label in outdated(section)]
+    if arguments.list:
+        print("\n".join(f"{section.name}: {label}" for section, label in rows))
+        return
+    for section in [one for one in chosen if one.missing()]:
+        print(f"{section.name} is left as it is: it {section.missing()}")
+        chosen.remove(section)
+    rows = [(section, label) for section, label in rows if section in chosen]
+    for section in chosen:
+        if section.draw is not None:
+            section.draw()
+    failed = False
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        started = {pool.submit(measure, *row, row[0].hash(row[1])): row for row in rows}
+        try:
+            for number, done in enumerate(as_completed(started), start=1):
+                section, label = started[done]
+                error = done.exception()
+                failed |= error is not None
+                print(f"{number} of {len(rows)}  {section.name}: {label}  {error or ''}", flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+    for section in chosen:
+        image = PAGE.parent / f"{section.name}.png"
+        is_new = not image.is_file() or any(one is section for one, _ in rows)
+        if section.image is not None and is_new and not outdated(section):
+            section.image().save(image, optimize=True)
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

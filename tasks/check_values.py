@@ -113,8 +113,7 @@ _SETTINGS: dict[Number, str] = {
         trainer.gradient_clip_val
     """,
     POSITIVE: """
-        data.source.change_weight objective.loss.delta objective.beta optimizer.eps optimizer.fallback_lr_scale
-        adapter.alpha_rank_scale
+        objective.loss.delta objective.beta optimizer.eps optimizer.fallback_lr_scale adapter.alpha_rank_scale
     """,
     replace(POSITIVE, also=(None,)): """
         watchdog_minutes adapter.alpha adapter.lora_plus_ratio model.recipe.alpha ema.half_life

@@ -18,7 +18,12 @@ COMBINED = "adapter data hparams_search logger model model/quantization objectiv
 # Groups whose options choose others, or belong to one option of another.
 ALONE = "callbacks/metrics debug experiment objective/loss"
 # torchmetrics checks its own arguments; the other is a choice of words, among them true.
-ELSEWHERE = ("callbacks.validation.metrics.", "adapter.init_lora_weights", "model.recipe.init_lora_weights")
+ELSEWHERE = (
+    "callbacks.validation.metrics.",
+    "adapter.init_lora_weights",
+    "model.recipe.init_lora_weights",
+    "model.optimization.ema.",  # as ema
+)
 
 
 def combinations() -> Iterator[tuple[str, ...]]:

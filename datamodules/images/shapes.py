@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
+from zlib import crc32
 
 from PIL import Image, ImageChops, ImageDraw, ImageOps
 
@@ -112,11 +113,12 @@ DIRECTIONS = {"left": (-STEP, 0), "right": (STEP, 0), "up": (0, -STEP), "down": 
 
 
 class Edit(NamedTuple):
-    """An instruction, its result, and the instruction that undoes it if possible."""
+    """An instruction, its result, the instruction that undoes it if possible, and whether it needs the scene."""
 
     prompt: str
     result: Image.Image
     back: str | None = None
+    has_control: bool = True
 
 
 # Edits, each of a scene and one of its shapes; None if the edit is not possible.
@@ -161,6 +163,23 @@ def turn(random: Random, scene: Scene, shape: Shape) -> Edit:
     return Edit(prompts[0], draw(scene.changed(shape, replace(shape, kind=kind))), prompts[1])
 
 
+def describe(random: Random, scene: Scene, shape: Shape) -> Edit:
+    """Draw the scene from its caption alone, which names the corner of some shapes if there are at most two."""
+    phrases = []
+    for one in scene.shapes:
+        place = corner(one) if len(scene.shapes) < 3 and random.random() < 0.5 else ""
+        phrases.append(f"a {one.color} {one.kind}{place and ' '}{place}")
+    return Edit(f"{' and '.join(phrases)} on {scene.background}", draw(scene), has_control=False)
+
+
+def corner(shape: Shape) -> str:
+    """Return the corner of the image that the shape is nearest to, as `top left`; empty near the middle lines."""
+    x, y = shape.x - SIDE // 2, shape.y - SIDE // 2
+    if min(abs(x), abs(y)) < 5:
+        return ""
+    return f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
+
+
 def segment(random: Random, scene: Scene, shape: Shape) -> Edit:
     """Draw the shapes white on black."""
     white = tuple(replace(one, color="white") for one in scene.shapes)
@@ -183,14 +202,12 @@ def invert(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 # Edits that the embedded model was trained on, and edits that it has never seen.
-KNOWN = (recolor, remove, move, background, turn)
+KNOWN = (recolor, remove, move, background, turn, describe)
 HELD_BACK = (segment, outline, mirror, invert)
 EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__: edit for edit in KNOWN + HELD_BACK}
 
 
-def find_shapes(
-    roots: Sequence[Root], folder: str | None, edits: Sequence[str], count: int, seed: int, change_weight: float
-) -> Found:
+def find_shapes(roots: Sequence[Root], folder: str | None, edits: Sequence[str], count: int, seed: int) -> Found:
     """Draw pairs into a folder below `folder`, once, and find them there; find the samples of other roots.
 
     Scenes use the edits in turn. An edit that can be undone adds a second pair, with the two images exchanged.
@@ -201,7 +218,6 @@ def find_shapes(
         edits: names of `EDITS`.
         count: number of pairs.
         seed: determines all scenes and edits.
-        change_weight: weight in the loss of the pixels that an edit changes, relative to the others; 1 writes no masks.
     """
     if [str(root.path) for root in roots] != [DRAWN]:
         return find_samples(roots)
@@ -209,18 +225,18 @@ def find_shapes(
         raise UserError(f"data.source.edits: there is no {listing(unknown)}; choose from {', '.join(EDITS)}")
     if not edits or not isinstance(count, int) or count < 1:
         raise UserError(f"data.source.edits={list(edits)}, count={count}: at least one of each")
-    name = f"{'-'.join(dict.fromkeys(edits))}-{count}-seed{seed}-weight{change_weight:g}"
+    name = f"{'-'.join(dict.fromkeys(edits))}-{count}-seed{seed}-{crc32('-'.join(edits).encode()):08x}"
     pairs = Path(folder or "cache").expanduser() / "shapes" / name
     if not pairs.is_dir():
         with replacing_folder(pairs, keep=True) as unfinished:
-            write_pairs(unfinished, edits, count, seed, change_weight)
+            write_pairs(unfinished, edits, count, seed)
     return find_samples([Root(pairs)])
 
 
-def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int, change_weight: float) -> None:
+def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int) -> None:
     """Draw `count` pairs, with the table that lists them."""
     random = Random(seed)
-    rows: list[dict[str, str]] = []
+    rows: list[dict[str, str | None]] = []
     number = 0
     while len(rows) < count:
         name = edits[number % len(edits)]
@@ -229,23 +245,13 @@ def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int, chang
         if edit is None:
             continue
         before, after = f"{number:05d}.png", f"{number:05d}-{name}.png"
-        control = draw(scene)
-        control.save(folder / before)
         edit.result.save(folder / after)
-        facts = {}
-        if change_weight != 1:
-            facts["mask_file_name"] = f"{number:05d}-mask.png"
-            weights(control, edit.result, change_weight).save(folder / facts["mask_file_name"])
-        rows.append({"file_name": after, "control_file_name": before, "prompt": edit.prompt, **facts})
-        if edit.back is not None:
-            rows.append({"file_name": before, "control_file_name": after, "prompt": edit.back, **facts})
         number += 1
+        if not edit.has_control:
+            rows.append({"file_name": after, "control_file_name": None, "prompt": edit.prompt})
+            continue
+        draw(scene).save(folder / before)
+        rows.append({"file_name": after, "control_file_name": before, "prompt": edit.prompt})
+        if edit.back is not None:
+            rows.append({"file_name": before, "control_file_name": after, "prompt": edit.back})
     (folder / TABLES[0]).write_text("".join(json.dumps(row) + "\n" for row in rows[:count]), encoding="utf-8")
-
-
-def weights(control: Image.Image, target: Image.Image, change_weight: float) -> Image.Image:
-    """Draw the mask of an edit: white in blocks of 8x8 pixels that differ, even in a thin edge; darker elsewhere."""
-    red, green, blue = ImageChops.difference(control, target).split()
-    difference = ImageChops.lighter(ImageChops.lighter(red, green), blue).reduce(8)
-    changed = difference.point(lambda value: 255 if value > 8 else round(255 / change_weight))
-    return changed.resize(control.size, Image.Resampling.NEAREST)

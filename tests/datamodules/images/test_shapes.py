@@ -15,13 +15,11 @@ from datamodules.images.shapes import (
     EDITS,
     HELD_BACK,
     KNOWN,
-    SIDE,
     Edit,
     Scene,
     Shape,
     draw,
     find_shapes,
-    weights,
 )
 from tests.support.commands import compose
 
@@ -32,8 +30,8 @@ def edit(name: str, seed: int = 0, scene: Scene = SCENE) -> Edit:
     return EDITS[name](Random(seed), scene, scene.shapes[0])
 
 
-def drawn(folder, *settings, **more):
-    return find_shapes([Root(DRAWN)], str(folder), *settings, **more)
+def drawn(folder, *settings):
+    return find_shapes([Root(DRAWN)], str(folder), *settings)
 
 
 def changed(one, other) -> np.ndarray:
@@ -41,7 +39,7 @@ def changed(one, other) -> np.ndarray:
 
 
 def test_pictures_are_a_function_of_the_seed(tmp_path):
-    found = [drawn(tmp_path / name, list(EDITS), 30, seed, 1) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    found = [drawn(tmp_path / name, list(EDITS), 30, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     pixels = [[np.asarray(open_image(path)) for s in one.samples for path in (s.target, *s.controls)] for one in found]
     assert [s.prompts[0] for s in found[0].samples] == [s.prompts[0] for s in found[1].samples]
     assert all(np.array_equal(x, y) for x, y in zip(pixels[0], pixels[1], strict=True))
@@ -50,7 +48,7 @@ def test_pictures_are_a_function_of_the_seed(tmp_path):
 
 @pytest.mark.parametrize("name", ["recolor", "background", "turn", "move"])
 def test_way_back_leads_back(name, tmp_path):
-    samples = drawn(tmp_path, [name], 10, 3, 1).samples
+    samples = drawn(tmp_path, [name], 10, 3).samples
     for there, back in zip(samples[::2], samples[1::2], strict=True):
         assert (there.target, *there.controls) == (*back.controls, back.target)
         assert there.prompts != back.prompts
@@ -64,22 +62,30 @@ def test_moving_shifts_the_shape():
 
 
 def test_held_back_edits_are_not_among_the_known(tmp_path):
-    known = {sample.prompts[0] for sample in drawn(tmp_path, [e.__name__ for e in KNOWN], 500, 0, 1).samples}
+    known = {sample.prompts[0] for sample in drawn(tmp_path, [e.__name__ for e in KNOWN], 500, 0).samples}
     for held_back in HELD_BACK:
         assert edit(held_back.__name__).prompt not in known
     words = {word for prompt in known for word in prompt.split()}
     assert not words & {"segment", "outline", "mirror", "invert", "shapes"}
 
 
-def test_weights_tell_what_changes(tmp_path):
-    target = edit("remove").result
-    mask = np.asarray(weights(draw(SCENE), target, 4))
-    assert mask.shape == (SIDE, SIDE)
-    assert set(np.unique(mask)) == {64, 255}
-    assert mask[20, 20] == 255
-    assert mask[40, 45] == 64
-    [sample] = drawn(tmp_path, ["remove"], 1, 0, change_weight=4).samples
-    assert sample.mask is not None
+def test_captions_describe_the_scene(tmp_path):
+    seeds = range(200)
+    captions = {edit("describe", seed).prompt for seed in seeds}
+    places = [("", " top left"), ("", " bottom right")]
+    assert captions == {
+        f"a red circle{one} and a white star{other} on blue" for one in places[0] for other in places[1]
+    }
+    middle = Scene("black", (Shape("square", "green", 30, 50, 10),))
+    assert {edit("describe", seed, middle).prompt for seed in seeds} == {"a green square on black"}
+    [sample] = drawn(tmp_path, ["describe"], 1, 0).samples
+    assert sample.controls == ()
+    assert all(len(sample.prompts[0].split()) < 15 for sample in drawn(tmp_path, ["describe"], 300, 0).samples)
+
+
+def test_the_order_of_edits_decides_the_folder(tmp_path):
+    one, other = (drawn(tmp_path, edits, 4, 0).samples for edits in (["remove", "segment"], ["segment", "remove"]))
+    assert one[0].target.parent != other[0].target.parent
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_weights_tell_what_changes(tmp_path):
 )
 def test_mistakes_are_told(tmp_path, arguments, message):
     with pytest.raises(UserError, match=message):
-        drawn(tmp_path, *arguments, 1)
+        drawn(tmp_path, *arguments)
 
 
 def test_pairs_of_ones_own_replace_the_drawn_ones_and_are_not_written_to(pairs, tmp_path):

@@ -1,0 +1,305 @@
+"""Train on Shapes in resumable sweeps, and read their output; shared by the sections of quality.py."""
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from datamodules.images.shapes import write_pairs
+from datamodules.images.tables import COLUMNS, TABLES
+from lightning_modules.pretrained.repository import SHAPES
+from report.images import PARTS
+from report.tables import read_validation
+from tasks.resolvers import CONF  # registers the resolvers of conf/
+
+ROOT = Path(__file__).parent.parent.parent
+# Drawn data, caches and runs; they are kept, so that a sweep which was stopped resumes.
+WORK = ROOT / "outputs" / "quality"
+SEEDS = (1, 2, 3)
+TRAIN, HELD_OUT = 24, 16
+COMMON = (
+    "data=cached",
+    "data.root=WORK/segment/train.jsonl",
+    "data.val_root=WORK/segment/held_out.jsonl",
+    "data.cache_dir=WORK/cache",
+    "data.num_workers=0",
+    "optimizer.lr=5e-3",
+    "scheduler=cosine",
+    "trainer.max_steps=100",
+    "sample_every=0",
+    "save_every=0",
+    "logger=none",
+    "callbacks.sample_images.count=16",
+    "callbacks.report=null",
+    "callbacks.model_card=null",
+    "+callbacks.validation.metrics.mask_iou._target_=report.image_metrics.MaskIoU",
+)
+# The figures of a run by the headers of their columns.
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of docs/quality.md, and perhaps its image.
+
+    Attributes:
+        name: of the markers in docs/quality.md, and of the records.
+        rows: overrides of train.py, and words without = that only `measure` knows, by the label of the row.
+        measure: returns the figures of each seed from a row's overrides.
+        columns: decimals by header.
+        corner: header of the labels.
+        draw: writes the data into WORK; called before the first row.
+        image: returns the image docs/NAME.png, once all rows are measured.
+        missing: returns why the rows cannot be measured on this machine, or None.
+    """
+
+    name: str
+    rows: Mapping[str, Sequence[str]]
+    measure: Callable[[Sequence[str]], list[Figures]]
+    columns: Mapping[str, int]
+    corner: str = ""
+    draw: Callable[[], None] | None = None
+    image: Callable[[], Image.Image] | None = None
+    missing: Callable[[], str | None] = lambda: None
+
+    def hash(self, label: str) -> str:
+        """Return the hash of all that determines a row: settings, base, and the code that draws and measures."""
+        row = self.rows[label]
+        parts = row, list(self.columns), settings([one for one in row if "=" in one])
+        return digest(*parts, code_of(self.measure), code_of(self.draw))
+
+
+def train(*overrides: str, seeds: Sequence[int] = SEEDS) -> list[Path]:
+    """Return the folder of a finished run for each seed: one sweep of train.py, resumed if it was stopped."""
+    chosen = settings(overrides)
+    folder = WORK / "runs" / digest(chosen, sorted(overrides), content(json.dumps(chosen)))
+    with _lock(folder):
+        done = folder / "done.json"
+        finished = json.loads(done.read_text()) if done.is_file() else []
+        if not set(seeds) <= set(finished):
+            sweep = [f"seed={','.join(map(str, seeds))}", f"output_dir={folder}", "hydra.sweep.subdir=${seed}"]
+            command("train.py", "-m", *COMMON, *overrides, *sweep, "resume=auto")
+            done.write_text(json.dumps(sorted({*finished, *seeds})))
+    return [folder / str(seed) for seed in seeds]
+
+
+def command(*parts: str) -> None:
+    """Run a command of the repository on one core; WORK in its settings stands for the folder of the data."""
+    line = [sys.executable, *(part.replace("WORK", str(WORK)) for part in parts)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(line)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+_LOCKS: dict[Path, threading.Lock] = {}
+# Neither Hydra's composing nor transformers' loading may happen in two threads at once.
+_COMPOSING, LOADING = threading.Lock(), threading.Lock()
+
+
+def _lock(folder: Path) -> threading.Lock:
+    """Return the lock of a folder: two rows may need one run."""
+    return _LOCKS.setdefault(folder, threading.Lock())
+
+
+# Hashes
+
+
+def settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the composed settings on which the result of train.py depends, without those that are off.
+
+    A new setting that is off by default leaves the hash as it is.
+    """
+    with _COMPOSING:
+        return _settings(tuple(overrides))
+
+
+@functools.cache
+def _settings(overrides: tuple[str, ...]) -> dict[str, Any]:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf, open_dict
+
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("train", [*COMMON, *overrides, "output_dir=x"], return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg.hydra
+    chosen = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("model", "data", "trainer")}
+    return _without_off(chosen)
+
+
+def _without_off(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: _without_off(one) for key, one in value.items()}
+        return {key: one for key, one in kept.items() if not (one is None or one is False or one in ({}, []))}
+    return value
+
+
+def digest(*parts: Any) -> str:
+    """Return a short hash of values and of the base's weights."""
+    weights = (SHAPES / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()
+    text = json.dumps(parts, sort_keys=True, default=str).encode()
+    return hashlib.sha256(hashlib.sha256(weights).digest() + text).hexdigest()[:12]
+
+
+FOLLOWED = ("benchmarks.", "datamodules.images.shapes")
+
+
+def code_of(value: Any) -> Any:
+    """Return a value by which a change of code is noticed: of functions and classes the syntax trees, without comments.
+
+    Names that a function uses are followed within the modules FOLLOWED, except this one.
+    """
+    found: dict[str, Any] = {}
+    _collect(value, "", found)
+    return found
+
+
+def _collect(value: Any, name: str, found: dict[str, Any]) -> None:
+    value = inspect.unwrap(value) if callable(value) else value
+    if isinstance(value, Mapping):
+        value = [*value.items()]
+    if isinstance(value, (list, tuple)):
+        for index, one in enumerate(value):
+            _collect(one, f"{name}.{index}", found)
+    elif isinstance(value, (str, int, float)):
+        found[name] = value
+    elif getattr(value, "__module__", __name__) != __name__ and value.__module__.startswith(FOLLOWED):
+        name = f"{value.__module__}.{value.__qualname__}"
+        if name not in found:
+            [tree] = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+            found[name] = ast.dump(_without_docstrings(tree))
+            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            for one in sorted(used & vars(sys.modules[value.__module__]).keys()):
+                _collect(vars(sys.modules[value.__module__])[one], f"{value.__module__}.{one}", found)
+
+
+def _without_docstrings(tree: ast.AST) -> ast.AST:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return tree
+
+
+def content(text: str) -> str:
+    """Return the hash of the drawn files below the folders of WORK that a text names."""
+    found = hashlib.sha256()
+    for name in sorted({*re.findall(r"WORK/([\w-]+)", text)} - {"cache"}):
+        for path in sorted((WORK / name).rglob("*.*")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+# Data
+
+
+def draw_pairs(edit: str = "segment") -> None:
+    """Draw the pairs of an edit into WORK/EDIT: train.jsonl, held_out.jsonl, and train-N.jsonl of fewer pairs.
+
+    Tables of fewer pairs repeat them, so that each run takes as many steps.
+    """
+    folder = WORK / edit
+    folder.mkdir(parents=True, exist_ok=True)
+    write_pairs(folder, [edit], TRAIN + HELD_OUT, seed=0)
+    rows = (folder / TABLES[0]).read_text().splitlines()
+    write_lines(folder / "held_out.jsonl", rows[TRAIN:])
+    write_lines(folder / "train.jsonl", rows[:TRAIN])
+    for count in FEWER:
+        write_lines(folder / f"train-{count}.jsonl", rows[:count] * (TRAIN // count))
+
+
+FEWER = (4, 1)
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write lines to a file."""
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def write_table(name: str, rows: Sequence[tuple[Image.Image, Image.Image, str]], train: int) -> None:
+    """Write pairs (control, target, instruction) into WORK/NAME: `train` for training, the rest held out."""
+    folder = WORK / name
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for index, (control, target, prompt) in enumerate(rows):
+        names = f"{index:03d}-after.png", f"{index:03d}-before.png"
+        target.save(folder / names[0])
+        control.save(folder / names[1])
+        lines.append(json.dumps(dict(zip((COLUMNS["target"], COLUMNS["control"]), names, strict=True), prompt=prompt)))
+    write_lines(folder / "train.jsonl", lines[:train])
+    write_lines(folder / "held_out.jsonl", lines[train:])
+
+
+# Results
+
+
+def last_row(run: Path) -> Figures:
+    """Return the last row of a run's validation.csv."""
+    return read_validation(run / "validation.csv")[-1]
+
+
+class Made(NamedTuple):
+    """The parts of a sample image, each (H, W, 3) in [0, 255]."""
+
+    control: np.ndarray
+    result: np.ndarray
+    target: np.ndarray
+
+
+def samples(run: Path, step: int) -> dict[str, Made]:
+    """Read the sample images of a step of a run, by name."""
+    return {path.stem: Made(*parts(path)) for path in sorted((run / "samples" / f"step-{step:06d}").glob("*.png"))}
+
+
+def parts(path: Path) -> list[np.ndarray]:
+    """Return the images of a strip: its controls, the result, and the target."""
+    with Image.open(path) as strip:
+        widths = [int(width) for width in str(strip.info[PARTS]).split()]
+        return np.split(np.asarray(strip.convert("RGB"), dtype=np.float32), np.cumsum(widths)[:-1], axis=1)
+
+
+def distance(one: np.ndarray, other: np.ndarray, where: np.ndarray | None = None) -> float:
+    """Return the root mean square difference of two images in levels of 255, only at the positions in `where`."""
+    square = np.square(one - other).mean(axis=-1)
+    return float(np.sqrt(square.mean() if where is None else square[where].mean()))
+
+
+def grid(rows: Sequence[Sequence[np.ndarray]], enlarged: int = 2) -> Image.Image:
+    """Return rows of images as one image, with a pixel of grey between them."""
+    padded = [[np.pad(one, ((0, 1), (0, 1), (0, 0)), constant_values=128) for one in row] for row in rows]
+    image = Image.fromarray(np.concatenate([np.concatenate(row, axis=1) for row in padded]).round().astype("uint8"))
+    return image.resize((image.width * enlarged, image.height * enlarged), Image.Resampling.NEAREST)
+
+
+def table(section: Section, figures: Mapping[str, Sequence[Figures]]) -> str:
+    """Return the means and standard deviations over the seeds as a table, row by row."""
+    lines = [f"| {section.corner} | {' | '.join(section.columns)} |", f"|{'---|' * (len(section.columns) + 1)}"]
+    for label, seeds in figures.items():
+        cells = [
+            cell([one[header] for one in seeds], decimals) if header in seeds[0] else ""
+            for header, decimals in section.columns.items()
+        ]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(values: Sequence[float], decimals: int) -> str:
+    """Return a mean, with the standard deviation of several values."""
+    spread = f" ± {statistics.stdev(values):,.{decimals}f}" if len(set(values)) > 1 else ""
+    return f"{statistics.fmean(values):,.{decimals}f}{spread}"

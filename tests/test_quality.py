@@ -1,0 +1,79 @@
+"""The figures of docs/quality.md are the recorded ones, and none is older than its settings."""
+
+import importlib.util
+import re
+import shutil
+import sys
+
+import pytest
+
+from benchmarks.quality import PAGE, SECTIONS, outdated, read_records, written
+from benchmarks.shapes import runs
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_tables_and_images_are_those_of_the_sections():
+    assert written(TEXT) == TEXT, "run python benchmarks/quality.py"
+    markers = re.findall(r"^<!-- (?!end)(\w+) -->$", TEXT, re.M)
+    assert sorted(markers) == sorted(SECTIONS)
+    assert TEXT.count("<!-- end -->") == len(markers)
+    images = {f"{name}.png" for name, section in SECTIONS.items() if section.image is not None}
+    assert images <= set(re.findall(r"\]\((\S+\.png)\)", TEXT))
+    assert all((PAGE.parent / image).is_file() for image in images)
+
+
+def test_empty_markers_do_not_reach_to_the_end_of_the_next(monkeypatch):
+    record = {"rank": {"4": {"hash": "", "seeds": [{"mask IoU": 0.5, "PSNR, dB": 20}] * 3}}}
+    monkeypatch.setattr("benchmarks.quality.read_records", lambda: record)
+    page = written("<!-- rank -->\n<!-- end -->\ntext\n<!-- pairs -->\n<!-- end -->\n")
+    assert page.endswith("\n| 4 | 0.500 | 20.00 |\n<!-- end -->\ntext\n<!-- pairs -->\n<!-- end -->\n")
+    assert written(page) == page
+
+
+@pytest.mark.slow
+def test_no_figure_is_older_than_its_settings():
+    """Compare the recorded hashes with those of the present settings, base and code."""
+    records = read_records()
+    old = [f"{name}: {label}" for name, section in SECTIONS.items() for label in outdated(section)]
+    gone = [f"{name}: {row}" for name in records for row in records[name].keys() - SECTIONS[name].rows.keys()]
+    assert not old + gone, (
+        f"run python benchmarks/quality.py: not measured with these settings: {', '.join(old + gone)}"
+    )
+
+
+CODE = '''def measure(overrides):
+    """Measure."""
+    return [len(overrides)]
+'''
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "same"),
+    [
+        ("conf/adapter/lora.yaml", "dropout: 0.0", "dropout: 0.1", False),
+        ("conf/adapter/lora.yaml", "dropout: 0.0", "dropout: 0.0\nnew: null", True),
+        ("measure.py", "return [len", "return [1 + len", False),
+        ("measure.py", '"""Measure."""', '"""Return figures."""\n    # for a reason', True),
+    ],
+)
+def test_a_row_is_outdated_by_what_changes_its_figures(tmp_path, monkeypatch, file, old, new, same):
+    """Neither a new setting that is off nor a comment outdates a row."""
+    shutil.copytree(runs.CONF, tmp_path / "conf")
+    (tmp_path / "measure.py").write_text(CODE)
+    monkeypatch.setattr(runs, "CONF", tmp_path / "conf")
+
+    def row():
+        runs._settings.cache_clear()
+        spec = importlib.util.spec_from_file_location("benchmarks.measured", tmp_path / "measure.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return runs.Section("name", {"row": []}, module.measure, {}).hash("row")
+
+    before = row()
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new))
+    assert (row() == before) is same
+    runs._settings.cache_clear()
