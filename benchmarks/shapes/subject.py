@@ -245,7 +245,7 @@ def from_one_image(overrides: Sequence[str]) -> list[Figures]:
 
 
 def along_the_run(overrides: Sequence[str]) -> list[Figures]:
-    """Return the score and the share of copied places at each step."""
+    """Return the score, and the shares of asked corners and of copied places, at each step."""
     rate, _ = best(overrides)
     found = []
     for run in train(*overrides, f"optimizer.lr={rate}", seeds=SEEDS):
@@ -254,7 +254,7 @@ def along_the_run(overrides: Sequence[str]) -> list[Figures]:
     return found
 
 
-CURVES = ("score", "place copied")
+CURVES = ("score", "corner", "place copied")
 
 # Bands of t
 
@@ -329,7 +329,7 @@ SECTIONS = [
     ),
     Section(
         "subject_steps",
-        SIXTEEN,
+        SIXTEEN | PLACED,
         along_the_run,
         {f"{name}, {step}": 0 for name in CURVES for step in MOMENTS},
         draw=draw_data,
