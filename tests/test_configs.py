@@ -17,12 +17,12 @@ from tests.support.commands import compose
 COMBINED = "adapter data hparams_search logger model model/quantization objective optimizer scheduler"
 # Groups whose options choose others, or belong to one option of another.
 ALONE = "callbacks/metrics debug experiment objective/loss"
-# torchmetrics checks its own arguments; the other is a choice of words, among them true.
+# torchmetrics checks its own arguments; init_lora_weights is a choice of words, among them true.
 ELSEWHERE = (
     "callbacks.validation.metrics.",
     "adapter.init_lora_weights",
     "model.recipe.init_lora_weights",
-    "model.optimization.ema.",  # as ema
+    "model.optimization.ema.",  # reads ema, which has rules
 )
 
 

@@ -151,7 +151,7 @@ class Judged(NamedTuple):
 
     @property
     def score(self) -> float:
-        """How much of the subject is there, times the share of the rest that is as the prompt asks."""
+        """IoU times pattern, times the share of ground, place and companion that match the prompt."""
         rest = [one for one in (self.ground, self.place, self.companion) if one is not None]
         return self.iou * self.pattern * sum(rest) / len(rest)
 
