@@ -12,15 +12,14 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from omegaconf import OmegaConf
 from torch import distributed
 from torch.optim import Optimizer
 
 from datamodules.errors import UserError
-from datamodules.files import replacing
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import LOADING
 from report.quoting import shareable
+from runs.config_file import write_config
 from runs.run_folder import REQUESTS, RunFolder
 from runs.shares import cpu_group, is_lost_peer, of_first
 from runs.signals import stop
@@ -70,8 +69,7 @@ class SaveConfig(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            with replacing(self.run.config) as temporary:
-                OmegaConf.save(OmegaConf.create(self.settings), temporary)
+            write_config(self.run.config, self.settings)
 
 
 class GracefulStop(L.Callback):

@@ -1,26 +1,34 @@
 """Files: replaced atomically, read with one-line errors."""
 
+import csv
 import errno
 import hashlib
 import os
 import pickle
 import re
 import shutil
+import struct
+import threading
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
+from stat import S_IMODE, S_ISDIR, S_ISREG
 
+from PIL import Image
 from safetensors import SafetensorError
 from yaml import YAMLError
 
 from datamodules.errors import UserError
 
 # The errors of parsers for malformed content; RuntimeError is PyTorch's.
-DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError)
+DAMAGED = (
+    *(ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError),
+    *(SyntaxError, ArithmeticError, struct.error, zlib.error, Image.DecompressionBombError, csv.Error),
+)
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 PICKLE = "a pickle of PyTorch"
@@ -92,8 +100,8 @@ def short_name(name: str, most: int) -> str:
 
 
 def _beside(path: Path, end: str) -> Path:
-    """Return a temporary name next to `path`, unique to this process; file systems allow 255 bytes."""
-    return path.with_name(f".{short_name(path.name, 200)}.{os.getpid()}.{end}")
+    """Return a temporary name next to `path`, unique to this thread; file systems allow 255 bytes."""
+    return path.with_name(f".{short_name(path.name, 200)}.{threading.get_native_id()}.{os.getpid()}.{end}")
 
 
 def require_file(path: Path) -> None:
@@ -129,6 +137,16 @@ class Packed(ABC):
         return BytesIO(self.read())
 
 
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return the bytes of a regular file; raises a ValueError if it has more than `most`, or an OSError."""
+    require_file(path)
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
 def file_signature(path: Path | Packed) -> tuple[str, int, int, int]:
     """Return the name of a file, and three numbers, one of which changes whenever the bytes do."""
     if isinstance(path, Packed):
@@ -160,10 +178,13 @@ def remove_temporary(paths: Iterable[Path]) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, which replaces `path` at the end.
+def replacing(path: Path, private: bool = False) -> Iterator[Path]:
+    """Yield a temporary path to write to, which replaces `path` at the end, with the permissions of an older file.
 
     If writing fails, an older file at `path` is kept and the temporary one removed.
+
+    Args:
+        private: nobody else may read the file.
 
     Raises:
         UserError: the file could not be written (disk full, no permission).
@@ -171,9 +192,14 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = _beside(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        mode = 0o600 if private else S_IMODE(path.stat().st_mode) if path.is_file() else None
+        if mode is not None:
+            os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))
         yield temporary
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
+        if mode is not None:
+            temporary.chmod(mode)
         os.replace(temporary, path)
     except WRITE_ERRORS as error:
         kept = "; the file that was there before is untouched" if os.path.exists(path) else ""

@@ -1,5 +1,6 @@
 """Locks on folders, which end with their process, however that ends."""
 
+import errno
 import logging
 import os
 import platform
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -14,6 +16,7 @@ import psutil
 from filelock import lock_descriptor
 
 from datamodules.errors import UserError
+from datamodules.files import require_file
 
 log = logging.getLogger("retouch")
 
@@ -40,7 +43,7 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                file = stack.enter_context(path.open("ab", buffering=0))
+                file = stack.enter_context(open_own(path))
             except FileNotFoundError:  # the command that held the lock has just removed the folder
                 continue
             _files.add(file)
@@ -69,6 +72,24 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
                 path.unlink()
 
 
+def open_own(path: Path) -> FileIO:
+    """Open a file in a folder of unknown origin to append to it; raise a UserError if it is a link, pipe or device."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+    try:
+        file = open(path, "ab", buffering=0, opener=opener)  # noqa: SIM115 (the caller closes it)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+    else:
+        if S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+    raise UserError(f"{path} is a link or a pipe, not a file of ours. Remove it.")
+
+
 def lock_content(pid: int) -> bytes:
     """Return the content of the lock of a running process."""
     return f" {platform.node()} {pid} {psutil.Process(pid).create_time()}".encode()
@@ -80,9 +101,10 @@ def holder(folder: Path) -> Holder | None:
     A process of another host may have ended: only the age of its files shows that.
     """
     with suppress(OSError, ValueError, psutil.NoSuchProcess):  # no lock, or one that is just being taken
+        require_file(folder / LOCK)
         with (folder / LOCK).open("rb", buffering=0) as file:
             file.seek(1)
-            host, pid, created = file.read().decode().split()
+            host, pid, created = file.read(1000).decode().split()
         found = Holder(host, int(pid))
         if host != platform.node():
             return found

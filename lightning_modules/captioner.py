@@ -120,8 +120,9 @@ class Captioner:
         from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
         with reading(f"the processor or configuration of {self.name}", GET_AGAIN):
-            self.processor = AutoProcessor.from_pretrained(self.name, revision=self.revision)
-            config = AutoConfig.from_pretrained(self.name, revision=self.revision)
+            trusted = {"revision": self.revision, "trust_remote_code": False}  # the default asks at the terminal
+            self.processor = AutoProcessor.from_pretrained(self.name, **trusted)
+            config = AutoConfig.from_pretrained(self.name, **trusted)
             with init_empty_weights():
                 empty = AutoModelForImageTextToText.from_config(config).requires_grad_(False)
             if repository_file(self.name, "generation_config.json", self.revision):

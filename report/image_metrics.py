@@ -34,8 +34,8 @@ class FeatureSimilarity(MeanMetric):
         from transformers import AutoImageProcessor, AutoModel
 
         super().__init__()
-        self._processor: Any = AutoImageProcessor.from_pretrained(model_name_or_path)
-        self._model: Any = AutoModel.from_pretrained(model_name_or_path).eval()
+        self._processor: Any = AutoImageProcessor.from_pretrained(model_name_or_path, trust_remote_code=False)
+        self._model: Any = AutoModel.from_pretrained(model_name_or_path, trust_remote_code=False).eval()
 
     def update(self, preds: Tensor, target: Tensor) -> None:  # type: ignore[override]
         ours, theirs = (torch.nn.functional.normalize(self._features(one), dim=-1) for one in (preds, target))

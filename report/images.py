@@ -5,6 +5,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from datamodules.files import reading, replacing, short_name
+from datamodules.files import reading, replacing, require_file, short_name
 from runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -118,11 +119,22 @@ class Strip(NamedTuple):
         return image
 
 
+@contextmanager
+def opened_png(path: Path) -> Iterator[Image.Image]:
+    """Temporarily open an image of a run; raise a UserError if it is damaged, too large, or not a regular file."""
+    with reading(path, "remove it"):
+        require_file(path)
+        with Image.open(path, formats=["PNG"]) as file:
+            yield file
+
+
 def read_strip(path: Path) -> Strip:
     """Cut an image that `Strip.write` wrote into its parts."""
-    with reading(path, "remove it"), Image.open(path) as file:
+    with opened_png(path) as file:
         facts, image = file.info, file.convert("RGB")
         widths = [int(width) for width in facts[PARTS].split()]
+        if sum(widths) != image.width or min(widths) < 1:
+            raise ValueError("the widths of its parts are not those of the image")
     edges = [sum(widths[:n]) for n in range(len(widths) + 1)]
     parts = [image.crop((left, 0, right, image.height)) for left, right in pairwise(edges)]
     target = None if NO_TARGET in facts else parts.pop()
@@ -154,7 +166,7 @@ def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Pa
     """
     rows = []
     for name, path in {name: path for files in samples.values() for name, path in files.items()}.items():
-        with reading(path, "remove it"), Image.open(path) as file:  # its text; no pixels are decoded
+        with opened_png(path) as file:  # its text; no pixels are decoded
             facts, height, widths = file.info, file.height, list(map(int, file.info[PARTS].split()))
         prompt, has_target = facts.get("prompt", ""), NO_TARGET not in facts
         count = len(widths) - has_target - 1

@@ -75,7 +75,8 @@ def is_parsed(key: str, value: str) -> bool:
 
 def literal(value: str) -> str:
     """Quote a value so that Hydra reads it back letter for letter."""
-    return QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # a backslash before it would undo the next one
+    return QuotedString(escaped, Quote.double).with_quotes()
 
 
 def override(key: str, value: Any) -> str:

@@ -1,17 +1,19 @@
 """Tables of a run, metrics.csv and validation.csv, with the numbers and curves that a report shows of them."""
 
 import csv
+import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datamodules.files import reading, replacing
+from datamodules.files import read_bytes, reading, replacing
 
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 2000  # of a curve at most
+MOST_BYTES = 2**28
 COLORS = "abcdef"
 
 
@@ -38,8 +40,9 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     """Return the complete rows of a run's metrics.csv; none without the file."""
     if not path.is_file():
         return []
-    with reading(path, "repair or remove it"), path.open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in (*row, *row.values())]
+    with reading(path, "repair or remove it"):
+        text = io.StringIO(read_bytes(path, MOST_BYTES).decode(), newline="")
+        return [row for row in csv.DictReader(text) if None not in (*row, *row.values())]
 
 
 def last_metrics(path: Path) -> dict[str, str]:
@@ -47,7 +50,7 @@ def last_metrics(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     with path.open("rb") as file:
-        names = file.readline().decode().split(",")
+        names = file.readline(4096).decode().split(",")
         file.seek(max(file.tell(), path.stat().st_size - 4096))
         *lines, _ = file.read().decode(errors="replace").split("\n")  # the last one may still be written
     values = lines[-1].split(",") if lines else []

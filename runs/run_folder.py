@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from datamodules.files import reading, reason, remove_temporary, replacing
+from datamodules.files import read_bytes, reading, reason, remove_temporary, replacing
 
 log = logging.getLogger("retouch")
 
@@ -160,7 +160,7 @@ class RunFolder:
         if not self.finished.is_file():
             return None
         with reading(self.finished, "delete it"):
-            end = End(**json.loads(self.finished.read_text()))
+            end = End(**json.loads(read_bytes(self.finished, 10_000)))
             return end if end.step >= max_steps or (early_stopping and end.stopped_early) else None
 
     def remove_leftovers(self) -> None:

@@ -19,14 +19,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from datamodules.errors import UserError, listing
 from datamodules.shards import stores
-from report.quoting import PATHS, TEXTS, is_parsed, literal, program
+from report.quoting import PATHS, SECRET, TEXTS, is_parsed, literal, program
+from runs.config_file import calls_another_function, is_own
 from runs.run_folder import RunFolder
 from tasks.check_keys import Declared, closest, declared
 from tasks.resolvers import CONF
 from tasks.resuming import OF_A_START, newest_run
-from tasks.terminal import log
+from tasks.terminal import log, started_by_lightning
 
 NOTIFY = "RETOUCH_NOTIFY"  # the variable with the addresses
+# The word of the command line by which settings of another machine may name functions.
+TRUST = "trust="
+# A key that settings from outside of conf/ and the command line may have.
+VALUE_KEY = re.compile(r"(\+{0,2}|~)[A-Za-z]\w*([./][A-Za-z]\w*)*", re.ASCII)
 # Options of a command with a config of its own, or of a sweep.
 NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
@@ -37,18 +42,82 @@ def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
     addresses = [one for one in arguments if script == "train" and one.lstrip("+").startswith("notify=")]
     if addresses:
         os.environ[NOTIFY] = re.sub(r"^\[(.*)\]$|^null$", r"\1", addresses[-1].partition("=")[2])
-    arguments = [one for one in arguments if one not in addresses]
-    options, settings = _split(arguments, script)
+    trust = [one for one in arguments if one.startswith(TRUST)]
+    if not {*trust} <= {f"{TRUST}true", f"{TRUST}false"}:
+        raise UserError(f"{trust[0]}: must be true or false")
+    trusted = trust[-1:] == [f"{TRUST}true"] or started_by_lightning()  # by a command that has checked it
+    options, settings = _split([one for one in arguments if one not in (*addresses, *trust)], script, trusted)
     known = declared(script)
     settings = [_checked(setting, known) for setting in quote_values(settings)]
     if not set(options) - {"-m", "--multirun"}:  # the other options only show something, without imports
         log.info("starting: importing PyTorch takes a few seconds")
     arguments = [*settings, *options]
-    return with_run_settings(arguments) if script == "train" else arguments
+    return with_run_settings(arguments, trusted) if script == "train" else arguments
 
 
-def with_run_settings(arguments: list[str]) -> list[str]:
-    """Return the arguments of train.py; if they only name a run to resume, with the config.yaml of that run."""
+def read_values(settings: Sequence[str], script: str) -> list[str]:
+    """Return settings from outside of conf/ and the command line as arguments: values, and names of files in conf/.
+
+    Raises:
+        UserError: one names a function, or anything else that only the command line may say.
+    """
+
+    def refuse(what: str) -> NoReturn:
+        raise UserError(f"{what[:99]!r} is not accepted here. Pass it on the command line.")
+
+    for one in settings:
+        key = one.partition("=")[0]
+        start = re.split("[./]", key.lstrip("+~"))[0]
+        private = start in ("hydra", TRUST[:-1], *OF_A_START) or SECRET.search(key)
+        if private or not (VALUE_KEY.fullmatch(key) and one.isprintable()):
+            refuse(one)
+    arguments = read_arguments([*settings, "--cfg", "job"], script)[:-2]  # as if only shown: without a line in the log
+    for override in OverridesParser.create().parse_overrides(arguments):
+        key, value = override.key_or_group, override.value()
+        if (choices := declared(script).groups.get(key)) is not None and not override.is_delete():
+            check_choice(key, value, choices)
+        if (place := _function_in(value, key)) is not None:
+            refuse(place)
+    return arguments
+
+
+def check_choice(group: str, chosen: Any, choices: Sequence[str]) -> None:
+    """Raise a UserError if a choice from outside is not the name of a file of conf/, or a list of such names."""
+    for one in chosen if isinstance(chosen, list) else [chosen]:
+        if one not in (None, *choices):
+            raise UserError(f"{group}={one!s:.99}: there is no such choice. Choose {', '.join(choices)}.")
+
+
+def _function_in(value: Any, key: str) -> str | None:
+    """Return the key of what is no value: _target_ and the like, another resolver, a sweep; None if all are values."""
+    if isinstance(value, dict):
+        found = (
+            f"{key}.{name}" if str(name).startswith("_") else _function_in(value[name], f"{key}.{name}")
+            for name in value
+        )
+        return next(filter(None, found), None)
+    if isinstance(value, list):
+        return next(filter(None, (_function_in(one, key) for one in value)), None)
+    if isinstance(value, str):
+        return key if calls_another_function(value) else None
+    return None if value is None or isinstance(value, bool | int | float) else key
+
+
+def require_own(config: Path) -> None:
+    """Raise a UserError if another machine wrote a run's settings, or somebody has changed them."""
+    if not is_own(config):
+        raise UserError(
+            f"{config}: this machine has not written it, and such settings can call any function. Look through it, "
+            f"then add {TRUST}true."
+        )
+
+
+def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
+    """Return the arguments of train.py; if they only name a run to resume, with the config.yaml of that run.
+
+    Raises:
+        UserError: another machine wrote these settings, and they are not `trusted`.
+    """
     settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
     own = {"hydra", *declared("train").groups, "data.root", "data.shards", "model.pretrained_model_name_or_path"}
     if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
@@ -66,6 +135,8 @@ def with_run_settings(arguments: list[str]) -> list[str]:
         run = newest_run() if folder is None else RunFolder(stores.working_folder(str(folder), "outputs"))
     if run is None or not run.config.is_file() or not run.checkpoints():
         return arguments
+    if not trusted:
+        require_own(run.config)
     log.info(f"resuming with the settings of {run.config}")
     place = ["output_dir='${run_folder:${ckpt_path}}'"] if folder is None else []
     return ["-cp", str(run.path.absolute()), "-cn", "config", *place, *arguments]
@@ -91,8 +162,12 @@ def quote_values(arguments: list[str]) -> list[str]:
     return quoted
 
 
-def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]:
-    """Return Hydra's options, and the settings, which may stand before, between and after them."""
+def _split(arguments: Sequence[str], script: str, trusted: bool) -> tuple[list[str], list[str]]:
+    """Return Hydra's options, and the settings, which may stand before, between and after them.
+
+    Raises:
+        UserError: a word is neither, or the file of --config-path is another machine's and not `trusted`.
+    """
     if "--version" in arguments:  # Hydra's option would print Hydra's
         print(f"retouch {version('retouch')}")
         raise SystemExit(0)
@@ -105,6 +180,8 @@ def _split(arguments: Sequence[str], script: str) -> tuple[list[str], list[str]]
     found, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         refuse(f"{unknown[0]}: there is no such option")
+    if found.config_path is not None and not trusted:
+        require_own(CONF.parent / found.config_path / f"{(found.config_name or script).removesuffix('.yaml')}.yaml")
     settings = list(found.overrides)
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):

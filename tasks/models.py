@@ -19,6 +19,7 @@ from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED, SUFFIXES, shipped_configuration
 from report.quoting import flat_settings
+from runs.config_file import read_config
 from tasks.resolvers import CONF
 
 # Settings of `model` that name files or folders.
@@ -109,7 +110,7 @@ def header_here(file: LoRAFile) -> Header:
     if not (header and header.get("model") and config.name == "config.yaml" and config.is_file()):
         return header
     with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
-        settings: Any = OmegaConf.to_container(OmegaConf.load(config)).get("model") or {}  # type: ignore[union-attr]
+        settings = dict(read_config(config).get("model") or {})
     paths = {key: one for key, one in flat_settings(settings).items() if _texts(one) and all(map(exists, _texts(one)))}
     return header | {"model": {key: paths.get(key, one) for key, one in flat_settings(header["model"]).items()}}
 

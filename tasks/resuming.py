@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import reading
 from report.quoting import SECRET, flat_settings, program
+from runs.config_file import interpolated, read_config
 from runs.run_folder import End, RunFolder
 from tasks.terminal import is_first_process, log
 
@@ -151,8 +152,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     if not run.config.is_file():
         return
     with reading(run.config, "remove the file, to resume without comparing the settings"):
-        saved: Any = OmegaConf.load(run.config)
-        earlier: Any = OmegaConf.to_container(saved)
+        saved, earlier = interpolated(run.config), read_config(run.config)
         if lacking := {"adapter", "optimizer", "scheduler", "model", "data"} - earlier.keys():
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     configs = [(saved, flat_settings(earlier)), (OmegaConf.create(settings), flat_settings(settings))]

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from datamodules.errors import UserError
 from lightning_modules.optimization import Optimization
+from runs.config_file import write_config
 from runs.run_folder import RunFolder, shorten
 from tasks import resuming
 from tasks.arguments import with_run_settings
@@ -247,7 +248,7 @@ def test_a_command_with_settings_of_its_own_keeps_them(arguments, tmp_path):
     run = RunFolder(tmp_path)
     run.checkpoint.parent.mkdir()
     run.checkpoint.touch()
-    run.config.touch()
+    write_config(run.config, {})
     given = [f"output_dir={tmp_path}", *arguments]
     own = given if arguments != ["resume=auto"] else ["-cp", str(tmp_path), "-cn", "config", *given]
     assert with_run_settings(given) == own

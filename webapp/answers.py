@@ -39,8 +39,11 @@ def post(path: str, handler: Callable[[Request, FormData], Response]) -> Route:
     async def endpoint(request: Request) -> Response:
         if int(request.headers.get("content-length", LARGEST)) >= LARGEST:
             raise HTTPException(413, f"the form has more than {LARGEST >> 20} MB. Choose smaller files.")
-        async with request.form() as form:
-            return await run_in_threadpool(handler, request, form)
+        try:
+            async with request.form() as form:
+                return await run_in_threadpool(handler, request, form)
+        except TimeoutError as error:
+            raise HTTPException(408, "the form did not arrive in time. Send it again.") from error
 
     return Route(path, endpoint, methods=["POST"])
 

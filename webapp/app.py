@@ -1,15 +1,19 @@
-"""The application: access by a token, requests of the page itself only, and the server."""
+"""The application: access by a token, requests of the page itself only, and a server with bounds."""
 
+import asyncio
 import hmac
+import html
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,9 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from datamodules.errors import UserError
-from datamodules.files import reason
+from datamodules.files import reason, replacing
 from report.page import REPORT
 from webapp.answers import entry, mistake
 from webapp.data import DataPage
@@ -31,6 +36,7 @@ from webapp.tryout import TryPage
 log = logging.getLogger("retouch")
 
 HERE = Path(__file__).parent
+OUTPUTS = Path("outputs")
 STATIC = {
     path.name: path for path in (REPORT.with_name("page.css"), REPORT.with_name("page.js"), *HERE.glob("*.[cj]s*"))
 }
@@ -40,18 +46,33 @@ POLICY = (
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
 # A problem is shown below the page, whose parts keep asking; forms have places of their own.
+# A page that opens another one, which then counts as asked for by the page itself: its cookie is strict.
+FORWARD = '<link rel="icon" href="data:,"><meta http-equiv="refresh" content="0; url={}">'
+# Headers of every answer: another site neither embeds it nor keeps a window on it.
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+# What Sec-Fetch-Site says of requests by the page itself, by a person, and by programs other than browsers.
+OWN = ("same-origin", "none", None)
+# Connections at once, beyond which those that wait are closed; seconds for a whole request line with its headers, and
+# for the next part of a form; letters of a token.
+MOST_CONNECTIONS, SECONDS_OF_A_REQUEST, SECONDS_OF_A_PART, SHORTEST_TOKEN = 200, 10, 30, 8
 PROBLEM = {"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-reselect": "p"}
 
 
 class Guard:
-    """Access to an application: a token, this machine's names, and changes asked for by the page itself only.
+    """Access to an application: a token, this machine's names, and requests by the page itself only.
 
-    The token is passed once, as ?token=, and then kept in a cookie. On 127.0.0.1 other host names are refused, which a
-    foreign site could point here (DNS rebinding).
+    The token is passed once, as ?token=; then a cookie shows that it was. On 127.0.0.1 other host names are refused,
+    which a foreign site could point here (DNS rebinding). A link from elsewhere opens the list of runs at most.
     """
 
     def __init__(self, app: Any, token: str, local: bool) -> None:
         self.app, self.token, self.local = app, token, local
+        self.session = secrets.token_urlsafe()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -65,13 +86,16 @@ class Guard:
         async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
                 headers = {name for name, _ in message["headers"]}
-                more = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
-                more |= {} if b"content-security-policy" in headers else {"content-security-policy": POLICY}
+                more = HEADERS | ({} if b"content-security-policy" in headers else {"content-security-policy": POLICY})
                 more |= PROBLEM if message["status"] >= 400 and scope["method"] == "GET" else {}
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
             await send(message)
 
-        await answer(scope, receive, send_guarded)
+        async def receive_in_time() -> Any:
+            async with asyncio.timeout(SECONDS_OF_A_PART if scope["method"] == "POST" else None):
+                return await receive()
+
+        await answer(scope, receive_in_time, send_guarded)
 
     def _refusal(self, request: Request) -> Response | None:
         """Return the answer to a request without access, or to the first one with a token; else None."""
@@ -79,24 +103,51 @@ class Guard:
         cookie = f"retouch-{request.url.port or 80}"
         if self.local and urlsplit(f"//{host}").hostname not in LOCAL:
             return HTMLResponse("<p>Refused: this page is only for this machine.", 403)
-        if self._is_known(request.query_params.get("token", "")) and request.method == "GET":
-            answer = RedirectResponse(request.url.path, 303)
-            answer.set_cookie(cookie, self.token, httponly=True, samesite="lax")
+        if _equal(request.query_params.get("token", ""), self.token) and request.method == "GET":
+            place = html.escape(quote("/" + request.url.path.lstrip("/")))
+            answer = HTMLResponse(FORWARD.format(place))
+            answer.set_cookie(cookie, self.session, httponly=True, samesite="strict")
             return answer
-        if not self._is_known(request.cookies.get(cookie, "")):
+        if not _equal(request.cookies.get(cookie, ""), self.session):
             return HTMLResponse("<p>Refused: open the address that studio.py printed, with its token.", 403)
         origin = request.headers.get("origin")
         own = origin is None or urlsplit(origin).netloc == host
-        site = request.headers.get("sec-fetch-site", "same-origin")
-        if request.method not in ("GET", "HEAD") and not (own and site in ("same-origin", "none")):
-            return HTMLResponse("<p>Refused: only the page itself may ask for changes.", 403)
-        return None
-
-    def _is_known(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self.token.encode())
+        if own and request.headers.get("sec-fetch-site") in OWN:
+            return None
+        if request.method == "GET" and request.headers.get("sec-fetch-dest") == "document":
+            return RedirectResponse("/runs", 303) if request.url.query or request.url.path != "/runs" else None
+        return HTMLResponse("<p>Refused: only the page itself may ask for this.", 403)
 
 
-def create_app(token: str, local: bool = True, outputs: Path = Path("outputs")) -> Guard:
+def _equal(given: str, known: str) -> bool:
+    return hmac.compare_digest(given.encode(), known.encode())
+
+
+class Connection(H11Protocol):
+    """A connection that is closed while it waits for a request: after some seconds, and first if there are too many."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._limit: asyncio.TimerHandle | None = None
+        self._watch()
+        waiting = [one for one in self.connections if isinstance(one, Connection) and one._limit is not None]
+        if len(self.connections) > MOST_CONNECTIONS:
+            min(waiting, key=lambda one: one._limit.when()).transport.close()  # type: ignore[union-attr]
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self._limit is not None:
+                self._limit.cancel()
+            self._limit = None
+        elif self._limit is None:
+            self._limit = self.loop.call_later(SECONDS_OF_A_REQUEST, self.transport.close)
+
+
+def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard:
     """Return the application for the runs below a folder."""
     tries = TryPage(shelf := Shelf(outputs))
     jobs = Jobs(outputs, tries.free)
@@ -116,8 +167,10 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
     """Serve the page until Ctrl-C, and log its address.
 
     Raises:
-        UserError: the port is taken.
+        UserError: the port is taken, or the token is short.
     """
+    if len(token) < SHORTEST_TOKEN or not token.isprintable():
+        raise UserError(f"token: it needs at least {SHORTEST_TOKEN} printable letters. Leave it out for a random one.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,11 +180,27 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
         listener.close()
         raise UserError(f"host={host} port={port}: {reason(error)}. Choose others, such as port=7861.") from error
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    address = f"http://{name}:{listener.getsockname()[1]}/?token={token}"
+    port = listener.getsockname()[1]
+    address = f"http://{name}:{port}/?token={quote(token, safe='')}"
     log.info(f"the page: {address}\nCtrl-C ends it; runs go on without it")
     screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-    if opens and screen:  # else a text browser would take the terminal
-        webbrowser.open(address)
-    config = uvicorn.Config(create_app(token, host in LOCAL), log_level="error", lifespan="off")
+    config = uvicorn.Config(
+        create_app(token, host in LOCAL),
+        log_level="error",
+        lifespan="off",
+        http=Connection,
+        timeout_graceful_shutdown=3,
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # after uvicorn's own: files of the page are removed
-    uvicorn.Server(config).run([listener])
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # the terminal was closed
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    opener = OUTPUTS / "studio" / f"open-{port}.html"
+    try:
+        if opens and screen:  # else a text browser would take the terminal
+            with suppress(UserError):  # where nothing can be written the address is in the log
+                with replacing(opener, private=True) as temporary:  # others see the browser's arguments
+                    temporary.write_text(FORWARD.format(html.escape(address)))
+                webbrowser.open(opener.absolute().as_uri())
+        uvicorn.Server(config).run([listener])
+    finally:
+        opener.unlink(missing_ok=True)

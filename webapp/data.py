@@ -17,17 +17,16 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError
-from datamodules.files import read_text, replacing
+from datamodules.files import read_text, reason, replacing
 from datamodules.images.samples import Sample
-from datamodules.locks import holder
 from report.tables import read_metrics
 from runs.run_folder import RunFolder
-from tasks.arguments import hydras_errors, read_arguments
+from tasks.arguments import hydras_errors, read_values
 from tasks.check_keys import check_keys, check_read
 from tasks.check_values import check_ranges
 from webapp.answers import entry, page, post
-from webapp.jobs import Jobs
-from webapp.runs import SMALL, Shelf, tail
+from webapp.jobs import Jobs, user_of
+from webapp.runs import DECODING, SMALL, Shelf, tail
 from webapp.start import asked_by, composed
 
 # The accepted captions of models, in the folder of the runs.
@@ -45,6 +44,14 @@ def caption_of(sample: Sample) -> tuple[str, bool]:
     if sample.caption_file is None or sample.caption_file.suffix.lower() == ".json":
         return "\n".join(sample.prompts), False
     return read_text(sample.caption_file).strip() if sample.caption_file.exists() else "", True
+
+
+def _words(form: FormData, name: str) -> list[str]:
+    """Return the words of a field, which are quoted as for a shell."""
+    try:
+        return shlex.split(str(form.get(name, "")))
+    except ValueError as error:
+        raise UserError(f"{name}: {reason(error)}. Quote values as for a shell.") from error
 
 
 class DataPage:
@@ -76,7 +83,7 @@ class DataPage:
         values = data | {"asked": asked, "lists": lists, "shown": shown, "count": len(keys), "first": start}
         values |= {"rows": [row for row in rows if row["sample"] in shown], "notes": [*data["notes"], *notes]}
         values |= {"views": {one.sample.key: data["sample_set"].views(one) for one in usable}}
-        values |= {"running": any(holder(run.path) for run in data["jobs"].values()), "tail": tail}
+        values |= {"running": any(user_of(run.path) for run in data["jobs"].values()), "tail": tail}
         return page("data.html", tab="data", runs=runs, images_of=images_of, caption_of=caption_of, **values)
 
     def _proposed(self, samples: dict[str, Sample]) -> dict[str, Any]:
@@ -96,7 +103,8 @@ class DataPage:
 
         asked, buffer = request.query_params, io.BytesIO()
         sample = entry(entry(self.sets, asked.get("set"))["samples"], asked.get("sample"))
-        small = open_image(entry(images_of(sample), asked.get("part")), SMALL * SMALL)
+        with DECODING:
+            small = open_image(entry(images_of(sample), asked.get("part")), SMALL * SMALL)
         small.thumbnail((SMALL, SMALL))
         small.save(buffer, format="WEBP", quality=85)
         return Response(buffer.getvalue(), 200, {"cache-control": "private, max-age=600"}, "image/webp")
@@ -106,19 +114,15 @@ class DataPage:
         from tasks.models import without_network
 
         with hydras_errors("predict"):
-            words = shlex.split(str(form.get("settings", "")))
+            words = _words(form, "settings")
             if run := form.get("run"):
                 asked = asked_by(self.shelf.get(str(run)), "predict")
                 lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
                 words = [line for line in lines if re.match(r"\+?data[.=]|model(\.pretrained\w*)?=", line)]
-                if any("_target_" in word for word in words):  # a run may come from elsewhere
-                    raise UserError(
-                        "config.yaml: data has a _target_ of its own, which is not run. Write the settings."
-                    )
             if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
                 remedy = "Leave it out." if "=" in others[0] else f"Write data.root={others[0]}."
                 raise UserError(f"{others[0]}: it is no setting of data or model. {remedy}")
-            given, skip = read_arguments(words, "predict"), ("data.on_missing=skip", "data.on_bad_image=skip")
+            given, skip = read_values(words, "predict"), ("data.on_missing=skip", "data.on_bad_image=skip")
             cfg = composed(*given, *skip, script="predict")  # notes name the skipped ones
             cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
             check_keys(cfg, "predict")
@@ -135,7 +139,8 @@ class DataPage:
     def start(self, request: Request, form: FormData) -> Response:
         """Start a task on a data set as a process of its own."""
         data, task = entry(self.sets, form.get("set")), form.get("task")
-        run, more = entry(data["jobs"], task), re.findall(r"(?<!\S)\w\S*=\S+", str(form.get("captioner", "")))
+        run, more = entry(data["jobs"], task), _words(form, "captioner")
+        read_values(more, "predict")
         self.jobs.start([f"task={task}", *shlex.split(data["settings"]), *more, f"output_dir={run}"], run, "predict")
         return HTMLResponse("", headers={"hx-redirect": f"/data?set={form['set']}"})
 

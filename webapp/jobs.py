@@ -10,17 +10,47 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from datamodules.errors import UserError
-from datamodules.files import reading, replacing
-from datamodules.locks import LOCK, holder, in_use, lock_content
+import psutil
+
+from datamodules.errors import UserError, printable
+from datamodules.files import read_bytes, reading, reason, replacing
+from datamodules.locks import LOCK, Holder, holder, in_use, lock_content, open_own
+from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
+from tasks.arguments import read_values
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 
 
+# The names of commands that use a folder: a lock from elsewhere may name any process.
+COMMANDS = ("train", "predict", "retouch-train", "retouch-predict")
+
+
+def user_of(folder: Path) -> Holder | None:
+    """Return the command that uses a folder; None if none does, or if its lock names another program."""
+    one = holder(folder)
+    with suppress(psutil.Error):
+        if one is None or not is_here(one) or {*COMMANDS} & {Path(w).stem for w in psutil.Process(one.pid).cmdline()}:
+            return one
+    return None
+
+
+def is_here(holder: Holder) -> bool:
+    """Return whether a command runs on this machine."""
+    return holder.host == platform.node()
+
+
 def _is_used(folder: Path) -> bool:
-    """Return whether a process of this machine uses a folder."""
-    return (one := holder(folder)) is not None and one.host == platform.node()
+    return (one := user_of(folder)) is not None and is_here(one)
+
+
+def run_below(outputs: Path, place: str) -> RunFolder:
+    """Return a run's folder of a form or of the queue; raise a UserError if it is not below the folder of the runs."""
+    full, top = Path(place if place.isprintable() else "").resolve(), outputs.resolve()
+    parts = full.relative_to(top).parts if full.is_relative_to(top) else ()
+    if not 1 <= len(parts) <= 2 or any(part.startswith(".") for part in parts):
+        raise UserError(f"output_dir={printable(place)}: it is not below {outputs}/. Write {outputs}/NAME.")
+    return RunFolder(outputs.joinpath(*parts))
 
 
 class Jobs:
@@ -30,6 +60,7 @@ class Jobs:
         self.outputs, self.free = outputs, free
         self._queue = outputs / ".queue" / "waiting.json"
         self._started: list[subprocess.Popen[bytes]] = []
+        self.failed: dict[str, str] = {}  # runs of the queue that could not be started, with the reason
         self._one_thread = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -41,7 +72,7 @@ class Jobs:
             if _is_used(run.path):
                 raise UserError(f"{run} is in use by another command. Wait until it ends.")
             run.path.mkdir(parents=True, exist_ok=True)
-            with run.log.open("ab") as log:
+            with open_own(run.log) as log:
                 process = subprocess.Popen(
                     [sys.executable, str(TRAIN.with_stem(script)), *arguments],
                     stdin=subprocess.DEVNULL,
@@ -49,7 +80,9 @@ class Jobs:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C ends the page only
                 )
-            (run.path / LOCK).write_bytes(lock_content(process.pid))
+            with open_own(run.path / LOCK) as lock:
+                lock.truncate(0)
+                lock.write(lock_content(process.pid))
         self._started.append(process)
 
     def waiting(self) -> dict[str, list[str]]:
@@ -57,7 +90,7 @@ class Jobs:
         if not self._queue.is_file():
             return {}
         with reading(self._queue, "remove it"):
-            content = json.loads(self._queue.read_text(encoding="utf-8"))
+            content = json.loads(read_bytes(self._queue, MOST_BYTES))
             return {run: list(map(str, arguments)) for run, arguments in content.items()}
 
     @contextmanager
@@ -65,17 +98,29 @@ class Jobs:
         """Temporarily keep other pages out of the queue, and save it at the end."""
         with in_use(self._queue.parent, wait=True):
             yield (waiting := self.waiting())
-            with replacing(self._queue) as temporary:
+            with replacing(self._queue, private=True) as temporary:  # it may contain passwords of URLs
                 temporary.write_text(json.dumps(waiting), encoding="utf-8")
 
     def start_next(self) -> None:
-        """Start the first run of the queue unless another one runs on this machine."""
-        if self.waiting() and not self._is_busy():
+        """Start the first run of the queue that can be started, unless another one runs on this machine."""
+        if self.waiting().keys() - self.failed and not self._is_busy():
             with self.changing() as waiting:
-                if waiting and not self._is_busy():
-                    folder = next(iter(waiting))
-                    self.start(waiting[folder], RunFolder(folder))
-                    del waiting[folder]
+                for folder in [] if self._is_busy() else [one for one in waiting if one not in self.failed]:
+                    try:
+                        self._start_waiting(folder, waiting[folder])
+                        del waiting[folder]
+                        return
+                    except Exception as error:  # whatever it is, the others start, and the page shows it
+                        self.failed[folder] = reason(error)
+
+    def _start_waiting(self, folder: str, arguments: list[str]) -> None:
+        """Start a run of the queue, whose file anybody may have written."""
+        run = run_below(self.outputs, folder)
+        *settings, place = arguments
+        if place != f"output_dir={folder}" or str(run) != folder:
+            raise UserError(f"{place!r:.99} is not the run's output_dir")
+        read_values(settings, "train")
+        self.start(arguments, run)
 
     def _is_busy(self) -> bool:
         locks = [lock for depth in ("*", "*/*", "*/*/*") for lock in self.outputs.glob(f"[!.]{depth}/{LOCK}")]
@@ -83,6 +128,6 @@ class Jobs:
 
     def _watch(self) -> None:
         while True:
-            with suppress(UserError, OSError, ValueError):  # a full disk; a damaged queue, which the page shows
+            with suppress(Exception):  # a full disk; a damaged queue, which the page shows: the next look may succeed
                 self.start_next()
             time.sleep(2)

@@ -3,36 +3,37 @@
 import io
 import math
 import os
-import platform
 import shlex
 import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from PIL import Image
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from datamodules.errors import UserError, listing
-from datamodules.files import reading, reason
-from datamodules.locks import LOCK, holder
-from report.images import read_strip, sample_files, sample_rows
+from datamodules.errors import UserError, listing, printable
+from datamodules.files import read_bytes, reading, reason
+from datamodules.locks import LOCK
+from report.images import opened_png, read_strip, sample_files, sample_rows
 from report.quoting import flat_settings, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
+from runs.config_file import interpolated, read_config
 from runs.run_folder import REQUESTS, RunFolder
+from tasks.arguments import require_own
 from tasks.resuming import OF_A_START
-from webapp.answers import entry, page, post
-from webapp.jobs import Jobs
+from webapp.answers import page, post
+from webapp.jobs import Jobs, is_here, user_of
 
 # Figures of the list by their columns.
 FIGURES = {"loss": "loss_avg", "samples/s": "samples_per_second"}
@@ -40,6 +41,10 @@ FIGURES = {"loss": "loss_avg", "samples/s": "samples_per_second"}
 LOG, LISTED, SMALL = 20_000, 200, 384
 # A run on another machine counts as running while its report, written every 15 s, is younger.
 SECONDS_OF_A_REPORT = 120
+# Two images at a time are decoded: each may take a gigabyte.
+DECODING = threading.BoundedSemaphore(2)
+# Bytes of the largest report that is shown.
+MOST_OF_A_REPORT = 2**28
 # A page of its own without cookies: its content may come from elsewhere.
 REPORT_POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; sandbox allow-scripts"
@@ -54,19 +59,40 @@ class Shelf:
 
     def runs(self) -> dict[str, RunFolder]:
         """Return the runs, also of sweeps, and commands that the page has started and that are no run yet."""
-        names = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("config.yaml", "log.txt")]
-        folders = [mark.parent for name in names for mark in self.outputs.glob(name)]
-        found = {folder.relative_to(self.outputs).as_posix(): RunFolder(folder) for folder in folders}
+        found: dict[str, RunFolder] = {}
+        for folder in _subfolders(self.outputs):
+            here = [folder] if _is_run(folder) else filter(_is_run, _subfolders(folder))  # a run contains no others
+            found |= {one.relative_to(self.outputs).as_posix(): RunFolder(one) for one in here}
         return {name: run for name, run in found.items() if name.isprintable()}  # else no address can name it
 
     def get(self, name: str) -> RunFolder:
-        """Return a run; a name that is none of the runs' is not found, whatever path it is."""
-        return entry(self.runs(), name)
+        """Return a run; a name that is none of the runs' is not found, whatever path it is. The others are not read."""
+        parts = tuple(name.split("/"))
+        plain = name.isprintable() and Path(name).parts == parts and not any(one.startswith(".") for one in parts)
+        if not (plain and len(parts) <= 2 and _is_run(folder := self.outputs / name)):
+            raise HTTPException(404, f"there is no {printable(name)} here. Reload the page.")
+        return RunFolder(folder)
 
-    def summaries(self) -> list[dict[str, Any]]:
-        """Return all runs, those that run and then the newest first."""
-        found = [summarize(name, run) for name, run in self.runs().items()]
-        return sorted(found, key=lambda one: (one["state"] == "running", one["started"]), reverse=True)
+    def newest(self) -> list[str]:
+        """Return the names of all runs, those that run and then the newest first; their files are not read."""
+        started = {name: (state_of(run) == "running", _started(run)) for name, run in self.runs().items()}
+        return sorted(started, key=started.__getitem__, reverse=True)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    with suppress(OSError), os.scandir(folder) as found:
+        return [Path(one.path) for one in found if one.is_dir() and not one.name.startswith(".")]
+    return []
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.yaml", "log.txt"))
+
+
+def _started(run: RunFolder) -> float:
+    with suppress(OSError):
+        return (run.config if run.config.is_file() else run.path).stat().st_mtime
+    return 0.0
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
@@ -76,16 +102,20 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 
 @lru_cache(1000)
 def _settings(path: Path, modified: int) -> dict[str, Any]:
-    with reading(path, "repair or remove it"):
-        # 20 times as fast as OmegaConf, which matters for 200 runs
-        return dict(yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    return read_config(path)
+
+
+@lru_cache(1000)
+def _max_steps(path: Path, modified: int) -> Any:
+    """Return the steps of a run, which may refer to another setting."""
+    return OmegaConf.select(interpolated(path), "trainer.max_steps", throw_on_resolution_failure=False)
 
 
 def state_of(run: RunFolder) -> str:
     """Return running, finished, stopped (it can be resumed) or failed."""
-    if (owner := holder(run.path)) is not None:
+    if (owner := user_of(run.path)) is not None:
         written = [path.stat().st_mtime for path in (run.report, run.path / LOCK) if path.is_file()]
-        if owner.host == platform.node() or time.time() - max(written, default=0) < SECONDS_OF_A_REPORT:
+        if is_here(owner) or time.time() - max(written, default=0) < SECONDS_OF_A_REPORT:
             return "running"
     return "finished" if run.finished.is_file() else "stopped" if run.checkpoint.is_file() else "failed"
 
@@ -93,17 +123,15 @@ def state_of(run: RunFolder) -> str:
 def summarize(name: str, run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list; in a damaged run's, the reason replaces the model."""
     row: dict[str, Any] = {"name": name, "state": "failed", "step": "0", "max_steps": None, "figures": {}}
-    row |= {"model": "", "started": 0.0, "thumb": ""}
+    row |= {"model": "", "thumb": ""}
     try:
         with reading(run.path, "repair or remove it"):
             row |= {"state": state_of(run), "thumb": _thumb(run)}
-            row["started"] = (run.config if run.config.is_file() else run.path).stat().st_mtime
             last, settings = last_metrics(run.metrics), settings_of(run)
             row["step"], row["model"] = last.get("step", "0"), settings.get("model_name", "")
             row["max_steps"] = settings.get("trainer", {}).get("max_steps")
-            if isinstance(row["max_steps"], str):  # it refers to another setting
-                config = OmegaConf.create(settings)
-                row["max_steps"] = OmegaConf.select(config, "trainer.max_steps", throw_on_resolution_failure=False)
+            if isinstance(row["max_steps"], str):
+                row["max_steps"] = _max_steps(run.config, run.config.stat().st_mtime_ns)
             row["figures"] = {shown: float(last[key]) for shown, key in FIGURES.items() if key in last}
             if measured := read_validation(run.validation):
                 monitor = settings.get("monitor") or ("psnr" if "psnr" in measured[-1] else "val_loss")
@@ -133,10 +161,11 @@ def tail(path: Path) -> str:
         return file.read().decode(errors="replace")
 
 
-def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between runs, each with its values; those of a start are left out."""
-    flat = [flat_settings(shareable(one)) for one in settings.values()]
-    configs = [OmegaConf.create(shareable(one)) for one in settings.values()]
+    flat = [flat_settings(shareable(settings_of(run))) for run in runs]
+    found = [OmegaConf.to_container(interpolated(run.config)) if run.config.is_file() else {} for run in runs]
+    configs = [OmegaConf.create(shareable(one)) for one in found]
     rows = []
     for key in sorted({key for one in flat for key in one if key.partition(".")[0] not in OF_A_START}):
         if len({str(one.get(key)) for one in flat}) > 1:  # as written; resolving all takes seconds
@@ -156,12 +185,13 @@ def _thumb(run: RunFolder) -> str:
 @lru_cache(512)
 def _image(path: Path, modified: int, part: str) -> bytes:
     """Return a part of a sample image by its index, or a thumbnail of the whole; as WebP, without loss if small."""
-    if part == "all":
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-        image.thumbnail((SMALL, SMALL))
-    else:
-        image = read_strip(path).parts[int(part)]
+    with DECODING:
+        if part == "all":
+            with opened_png(path) as file:
+                image = file.convert("RGB")
+            image.thumbnail((SMALL, SMALL))
+        else:
+            image = read_strip(path).parts[int(part)]
     buffer = io.BytesIO()
     image.save(buffer, format="WEBP", lossless=max(image.size) <= SMALL, quality=90)
     return buffer.getvalue()
@@ -189,32 +219,32 @@ class RunsPage:
         """Show the list."""
         asked = request.query_params.get("first", "0")
         first = int(asked) if asked.isdecimal() else 0
-        found = self.shelf.summaries()
-        return page(
-            "runs.html", tab="runs", runs=found[first : first + LISTED], count=len(found), first=first, listed=LISTED
-        )
+        names = self.shelf.newest()
+        found = [summarize(name, self.shelf.get(name)) for name in names[first : first + LISTED]]
+        return page("runs.html", tab="runs", runs=found, count=len(names), first=first, listed=LISTED)
 
     def show(self, request: Request) -> Response:
         """Show a run."""
         name = request.query_params.get("run", "")
         run = self.shelf.get(name)
-        metrics, validation, summary = read_metrics(run.metrics), read_validation(run.validation), summarize(name, run)
-        steps, rows = _sample_rows(name, run)
-        return page(
-            "run.html",
-            tab="runs",
-            run=summary,
-            numbers=headline(metrics, validation),
-            curves=curves(metrics, validation) if metrics else [],
-            rows=rows,
-            steps=steps,
-            log=tail(run.log),
-            trains=run.requests.is_dir(),
-            asked=[one for one in REQUESTS if (run.requests / one).exists()],
-            config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
-            report=run.report.is_file(),
-            commands=self._commands(run, summary["state"]),
-        )
+        with reading(run.path, "repair or remove it"):
+            metrics, validation = read_metrics(run.metrics), read_validation(run.validation)
+            (steps, rows), summary = _sample_rows(name, run), summarize(name, run)
+            return page(
+                "run.html",
+                tab="runs",
+                run=summary,
+                numbers=headline(metrics, validation),
+                curves=curves(metrics, validation) if metrics else [],
+                rows=rows,
+                steps=steps,
+                log=tail(run.log),
+                trains=run.requests.is_dir(),
+                asked=[one for one in REQUESTS if (run.requests / one).exists()],
+                config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
+                report=run.report.is_file(),
+                commands=self._commands(run, summary["state"]),
+            )
 
     def _commands(self, run: RunFolder, state: str) -> dict[str, str]:
         """Return the commands that do the same as the buttons."""
@@ -229,23 +259,26 @@ class RunsPage:
         if not 1 < len(names) <= len(COLORS):
             raise UserError(f"choose 2 to {len(COLORS)} runs to compare, not {len(names)}")
         runs = {name: self.shelf.get(name) for name in names}
-        tables = {name: (read_metrics(run.metrics), read_validation(run.validation)) for name, run in runs.items()}
-        return page(
-            "compare.html",
-            tab="runs",
-            names=names,
-            inks=dict(zip(names, COLORS, strict=False)),
-            curves=compared_curves(tables),
-            differences=differences({name: settings_of(run) for name, run in runs.items()}),
-            images=[(name, *_sample_rows(name, run)) for name, run in runs.items()],
-        )
+        with reading(f"one of {listing(names, len(COLORS))}", "repair or remove it"):
+            tables = {name: (read_metrics(run.metrics), read_validation(run.validation)) for name, run in runs.items()}
+            return page(
+                "compare.html",
+                tab="runs",
+                names=names,
+                inks=dict(zip(names, COLORS, strict=False)),
+                curves=compared_curves(tables),
+                differences=differences(list(runs.values())),
+                images=[(name, *_sample_rows(name, run)) for name, run in runs.items()],
+            )
 
     def report(self, request: Request) -> Response:
         """Show a run's report.html, whose script and style are inside it."""
         run = self.shelf.get(request.query_params.get("run", ""))
         if not run.report.is_file():
             raise HTTPException(404, f"{run} has no report yet")
-        return HTMLResponse(run.report.read_text(encoding="utf-8"), headers={"content-security-policy": REPORT_POLICY})
+        with reading(run.report, "remove it"):
+            text = read_bytes(run.report, MOST_OF_A_REPORT).decode(errors="replace")
+        return HTMLResponse(text, headers={"content-security-policy": REPORT_POLICY})
 
     def image(self, request: Request) -> Response:
         """Return a sample image, or a part of it."""
@@ -266,8 +299,8 @@ class RunsPage:
             raise HTTPException(404, f"a run is asked for {listing(list(REQUESTS))}, not {what}")
         if state_of(run) != "running":
             raise UserError(f"{run} does not run")
-        owner = holder(run.path)
-        if what == "stop" and not run.requests.is_dir() and owner is not None and owner.host == platform.node():
+        owner = user_of(run.path)
+        if what == "stop" and not run.requests.is_dir() and owner is not None and is_here(owner):
             os.kill(owner.pid, signal.SIGINT)
         else:
             try:
@@ -281,5 +314,6 @@ class RunsPage:
         run = self.shelf.get(str(form.get("run")))
         if state_of(run) != "stopped":
             raise UserError(f"{run} cannot be resumed: it is {state_of(run)}")
+        require_own(run.config)
         self.jobs.start([f"output_dir={run}", "ckpt_path=last"], run)
         return HTMLResponse("", headers={"hx-refresh": "true"})

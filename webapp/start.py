@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -23,16 +24,17 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError, without_credentials
+from datamodules.files import reading
 from report.quoting import SECRET
 from runs.run_folder import RunFolder
-from tasks.arguments import hydras_errors, read_arguments
+from tasks.arguments import check_choice, hydras_errors, read_values
 from tasks.check_keys import declared
 from tasks.check_values import TRAINING, Switch
 from tasks.folders import run_folder
 from tasks.resolvers import CONF
 from tasks.resuming import OF_A_START
 from webapp.answers import page, post
-from webapp.jobs import TRAIN, Jobs
+from webapp.jobs import TRAIN, Jobs, run_below
 from webapp.runs import Shelf, settings_of
 
 GROUPS = [
@@ -86,11 +88,19 @@ def _differing(settings: Any, defaults: Any, start: str = "") -> Iterator[tuple[
 
 
 def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
-    """Return the content of the form that starts a run again, without secrets; more: other settings, one a line."""
+    """Return the content of the form that starts a run again, without secrets; more: other settings, one a line.
+
+    Raises:
+        UserError: its config.yaml is damaged, or chooses what is not in conf/.
+    """
     settings = {"model_name": "", **settings_of(run)}
-    recorded = settings.get("hydra", {}).get("runtime", {}).get("choices", {"model": settings["model_name"]})
-    usual = composed(f"model={recorded['model']}", script=script).hydra.runtime.choices
-    asked = {key: one for key, one in recorded.items() if key in GROUPS and one != usual.get(key, one)}
+    with reading(run.config, "repair it"):
+        recorded = settings.get("hydra", {}).get("runtime", {}).get("choices", {"model": settings["model_name"]})
+        recorded = {key: one for key, one in recorded.items() if key in GROUPS}
+        for key, one in recorded.items():
+            check_choice(key, one, declared("train").groups[key])
+        usual = composed(f"model={recorded['model']}", script=script).hydra.runtime.choices
+    asked = {key: one for key, one in recorded.items() if one != usual.get(key, one)}
     asked["model"] = recorded["model"]
     own = {key: value for key, value in settings.items() if key not in (*OF_A_START, "model_name")}
     defaults = OmegaConf.to_container(composed(*(f"{group}={one}" for group, one in asked.items()), script=script))
@@ -101,15 +111,11 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
 
 
 def arguments_of(asked: FormData) -> list[str]:
-    """Return the arguments of train.py for the content of the form, without output_dir."""
+    """Return the arguments of train.py for the content of the form, without output_dir; errors as in `read_values`."""
     texts = {name: str(text).strip() for name, text in asked.items()}
     named = [f"{name}={texts[name]}" for name in (*GROUPS, *listed_keys()) if texts.get(name)]
     settings = [*named, *filter(None, map(str.strip, texts.get("more", "").splitlines()))]
-    for one in settings:
-        key = one.lstrip("+~").partition("=")[0]
-        if one.startswith("-") or "hydra" in key or key in OF_A_START or SECRET.search(key) or not one.isprintable():
-            raise UserError(f"{one[:99]!r} is not accepted here. Pass it on the command line.")
-    read_arguments([*settings, "--cfg", "job"], "train")  # as if only shown: without a line in the log
+    read_values(settings, "train")
     return settings
 
 
@@ -119,17 +125,25 @@ class StartPage:
     def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
         self.shelf, self.jobs, self.outputs = shelf, jobs, shelf.outputs
         self._one_thread = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._plans: dict[str, subprocess.Popen[str]] = {}  # dry runs by their window
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        at = {"/start": self.start, "/plan": self.plan, "/queue": self.change_queue}
+        at = {"/start": self.start, "/start/form": self.choose, "/plan": self.plan, "/queue": self.change_queue}
         return [Route("/start", self.show), *(post(*one) for one in at.items())]
 
     def show(self, request: Request) -> Response:
-        """Show the form, with the defaults of the chosen groups, and the queue."""
-        asked = dict(request.query_params)
-        asked |= asked_by(self.shelf.get(asked["run"])) if "run" in asked else {}
+        """Show the form, filled with the settings of a run if one is named, and the queue."""
+        name = request.query_params.get("run")
+        return self._form(asked_by(self.shelf.get(name)) if name else {})
+
+    def choose(self, request: Request, form: FormData) -> Response:
+        """Show the form with the defaults of the chosen groups."""
+        return self._form({key: str(value) for key, value in form.items()})
+
+    def _form(self, asked: dict[str, str]) -> Response:
+        for group in GROUPS:
+            check_choice(group, asked.get(group) or None, declared("train").groups[group])
         cfg = composed(*(f"{group}={asked[group]}" for group in GROUPS if asked.get(group)))
         choices, fields = cfg.hydra.runtime.choices, []
         for key, line in listed_keys().items():
@@ -145,17 +159,15 @@ class StartPage:
             groups={group: (choices[group], declared("train").groups[group]) for group in GROUPS},
             fields=fields,
             queue={run: without_credentials(shlex.join(one)) for run, one in self.jobs.waiting().items()},
+            failed=self.jobs.failed,
+            window=secrets.token_hex(4),
         )
 
     def start(self, request: Request, form: FormData) -> Response:
         """Show the command, start the run, or append it to the queue; a name that is taken gets a number."""
-        place, waiting = str(form.get("output_dir", "")).strip(), self.jobs.waiting()
-        full, top = Path(place).resolve(), self.outputs.resolve()
-        parts = full.relative_to(top).parts if full.is_relative_to(top) else ()
-        if not 1 <= len(parts) <= 2 or any(part.startswith(".") for part in parts):
-            raise UserError(f"output_dir={place}: it is not below {self.outputs}/. Write {self.outputs}/NAME.")
+        waiting, asked = self.jobs.waiting(), run_below(self.outputs, str(form.get("output_dir", "")).strip())
         ends = ("", *(f"-{index}" for index in range(2, 10_000)))
-        runs = (RunFolder(f"{self.outputs.joinpath(*parts)}{end}") for end in ends)
+        runs = (RunFolder(f"{asked}{end}") for end in ends)
         run = next(one for one in runs if not one.path.exists() and str(one) not in waiting)
         arguments = [*arguments_of(form), f"output_dir={run}"]
         if form.get("when") == "now":
@@ -169,16 +181,20 @@ class StartPage:
         return page("plan.html", command=shlex.join(arguments))
 
     def plan(self, request: Request, form: FormData) -> Response:
-        """Show what the command prints with task=dry_run, and end the one before."""
+        """Show what the command prints with task=dry_run, and end the one before of the same window."""
+        window = str(form.get("window", ""))
         command = [sys.executable, str(TRAIN), *arguments_of(form), f"output_dir={self.outputs}/.plan", "task=dry_run"]
         with self._one_thread:
-            if self._process is not None:
-                self._process.kill()
+            if (before := self._plans.get(window)) is not None:
+                before.kill()
             environment = {**os.environ, "COLUMNS": "58", "PYTHONUTF8": "1"}
-            self._process = process = subprocess.Popen(
+            self._plans[window] = process = subprocess.Popen(
                 command, stderr=subprocess.PIPE, encoding="utf-8", env=environment
             )
         _, printed = process.communicate()
+        with self._one_thread:
+            if self._plans[window] is process:
+                del self._plans[window]
         if process.returncode < 0:  # ended by the next one
             return Response(status_code=204)
         if process.returncode:
@@ -190,6 +206,7 @@ class StartPage:
         with self.jobs.changing() as waiting:
             folder, others = str(form.get("run")), dict(waiting)
             arguments = others.pop(folder, None)
+            self.jobs.failed.pop(folder, None)  # tried again, if it is to be the first
             waiting.clear()
             waiting |= {folder: arguments} if arguments and form.get("change") == "first" else {}
             waiting |= others

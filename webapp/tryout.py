@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory, gettempdir, mkdtemp
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
@@ -15,13 +18,23 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError
+from datamodules.locks import LOCK, holder, lock_content
 from report.quoting import TEXTS, override
+from tasks.arguments import read_values
 from webapp.answers import entry, page, post
 from webapp.jobs import TRAIN
 from webapp.runs import Shelf
 
 COMMAND = [sys.executable, str(TRAIN.with_name("predict.py")), "--stdin"]
+PREFIX = "retouch-try-"
 KEYS = ("model", "prompt", "negative_prompt", "lora_scale", "seed", "num_inference_steps", "guidance_scale")
+
+
+def _is_left(folder: Path) -> bool:
+    """Return whether a page that was killed has left a temporary folder."""
+    with suppress(OSError):
+        return (folder / LOCK).is_file() and holder(folder) is None
+    return False
 
 
 class TryPage:
@@ -29,8 +42,11 @@ class TryPage:
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
-        self._temporary = TemporaryDirectory(prefix="retouch-try-", ignore_cleanup_errors=True)
+        for left in filter(_is_left, Path(gettempdir()).glob(f"{PREFIX}*")):
+            shutil.rmtree(left, ignore_errors=True)
+        self._temporary = TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
+        (self._folder / LOCK).write_bytes(lock_content(os.getpid()))
         self._output = self._folder / "output.txt"
         self._process: subprocess.Popen[str] | None = None
         self.images: list[tuple[Path, str]] = []  # copies of the uploads, and their own names
@@ -104,9 +120,9 @@ class TryPage:
             text = str(form.get(key, ""))
             settings[key] = [" ".join(text.split())] if key in TEXTS else text.replace(",", " ").split()
         more = [shlex.quote(line) for line in map(str.strip, str(form.get("more", "")).splitlines()) if line]
-        if wrong := [line for line in more if line.startswith("-")]:
-            raise UserError(f"further settings: {wrong[0]} is an option. Write KEY=VALUE, one a line.")
-        return [*(override(key, values) for key, values in settings.items() if any(values)), *more]
+        row = [*(override(key, values) for key, values in settings.items() if any(values)), *more]
+        read_values(shlex.split(" ".join(row)), "predict")
+        return row
 
     def stop(self, request: Request, form: FormData) -> Response:
         """Cancel the present commands, or free the memory."""

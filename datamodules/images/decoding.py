@@ -4,7 +4,6 @@ import logging
 import math
 import struct
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -28,9 +27,6 @@ log = logging.getLogger("retouch")
 PREPROCESSING = 2
 # Largest image to train on at its own size: 65,536 tokens, and attention is quadratic in them.
 MOST_PIXELS = 2**24
-# Largest image to read at all: PIL's limit, without its warning above half of it.
-MOST_READ = 2 * 89_478_485
-Image.MAX_IMAGE_PIXELS = None
 # Threads that check files decode large ones one at a time: each takes gigabytes.
 ONE_LARGE = Lock()
 # An image may be reduced by a whole factor to this multiple of the wanted sides before it is resized.
@@ -38,8 +34,8 @@ REDUCING_GAP = 3
 # Formats that may hold several images. Further images in a phone's JPEG (MPO) are not meant to be seen.
 MOVING = ("GIF", "PNG", "WEBP", "TIFF")
 # Errors of PIL for files that are no images, end early or are damaged, and of LittleCMS for profiles.
-UNREADABLE = (*DAMAGED, OSError, SyntaxError, ArithmeticError, struct.error, zlib.error, ImageCms.PyCMSError)
-# PIL warns of damaged EXIF and the like, which does not affect the pixels.
+UNREADABLE = (*DAMAGED, OSError, ImageCms.PyCMSError)
+# PIL warns of damaged EXIF and the like, which does not affect the pixels, and of half of the pixels that it reads.
 warnings.filterwarnings("ignore", module="PIL")
 
 # Tags of EXIF: the orientation; its two folders, and in these ColorSpace and InteroperabilityIndex.
@@ -87,13 +83,11 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
         if isinstance(path, Path):
             require_file(path)
         with Image.open(path if isinstance(path, Path) else path.open()) as image:
-            if image.width * image.height > MOST_READ:
-                raise ValueError(
-                    f"{image.width}x{image.height} are more than {MOST_READ / 1e6:.0f} megapixels, shrink it"
-                )
             if image.mode == "F":
                 raise ValueError("its pixels are floating-point numbers, save it with 8 or 16 bits")
             yield image
+    except Image.DecompressionBombError as error:
+        raise UserError(f"cannot read the image {path}: it has more than 179 megapixels, shrink it") from error
     except UnidentifiedImageError as error:
         raise UserError(f"cannot read the image {path}: it is empty or no image") from error
     except UNREADABLE as error:

@@ -90,8 +90,11 @@ def load_component(
     model = meta_component(repository, name, revision, parameters_only=True)
     if model is not None:
         return open_component(model, origin, subfolder, revision_there).load(device, dtype, quantization)
+    more: dict[str, Any] = {"subfolder": subfolder} if subfolder else {}
+    if cls.__module__.startswith("transformers"):
+        more["trust_remote_code"] = False  # the default asks at the terminal
     with reading(f"{subfolder or cls.__name__} of {origin}", GET_AGAIN):
-        return cls.from_pretrained(origin, revision=revision_there, **({"subfolder": subfolder} if subfolder else {}))
+        return cls.from_pretrained(origin, revision=revision_there, **more)
 
 
 def open_component(model: Any, repository: str, subfolder: str = "", revision: str | None = None) -> ComponentFile:

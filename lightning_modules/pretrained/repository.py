@@ -21,6 +21,8 @@ EMBEDDED = "embedded"
 ASSETS = Path(__file__).parent.parent.parent / "assets"
 SHAPES, CONFIGURATIONS = ASSETS / "shapes", ASSETS / "configurations"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# The libraries whose models are loaded.
+LIBRARIES = ("diffusers", "transformers")
 # A pipeline's index; the second one is a modular pipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
 # Suffixes of single files that people name instead of a repository.
@@ -135,12 +137,15 @@ def with_weights(index: Mapping[str, Any]) -> list[str]:
 
 
 def component_class(repository: str, name: str, revision: str | None = None) -> type[Any]:
-    """Return the class that the repository names for a component."""
+    """Return the class of diffusers or transformers that the repository names for a component."""
     index = read_index(repository, revision)
     if name not in index:
         raise UserError(f"{repository} has no component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
     library, class_name, *_ = index[name]
-    return getattr(importlib.import_module(library), class_name)
+    found: Any = getattr(importlib.import_module(library), class_name, None) if library in LIBRARIES else None
+    if not hasattr(found, "from_pretrained"):  # a repository may come from anywhere
+        raise UserError(f"{repository}: {name} names {library}.{class_name}, no model of {' or '.join(LIBRARIES)}")
+    return found
 
 
 def encoders_identity(

@@ -39,24 +39,37 @@ def studio_at(folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def browser_page(address: str, **options):
-    """Temporarily open an address in Chromium; fail at any error in its console and any request elsewhere."""
+def chromium(args=(), **options):
+    """Temporarily open an empty page in Chromium."""
     api = pytest.importorskip("playwright.sync_api")
-    chromium = next((path for path in ("/usr/bin/chromium", "/usr/bin/google-chrome") if os.path.exists(path)), None)
-    if chromium is None:
+    program = next((path for path in ("/usr/bin/chromium", "/usr/bin/google-chrome") if os.path.exists(path)), None)
+    if program is None:
         pytest.skip("needs Chromium")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=QUIET)
+        browser = playwright.chromium.launch(executable_path=program, args=[*QUIET, *args])
         page = browser.new_context(**options).new_page()
         page.set_default_timeout(PATIENCE)
         api.expect.set_options(timeout=PATIENCE)
+        yield page
+        browser.close()
+
+
+def enter(page, address: str) -> None:
+    """Open the address with the token, from which the page itself goes on."""
+    page.goto(address)
+    page.wait_for_url("**/runs")
+
+
+@contextlib.contextmanager
+def browser_page(address: str, **options):
+    """Temporarily open an address in Chromium; fail at any error in its console and any request elsewhere."""
+    with chromium(**options) as page:
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         own = address.split("/?")[0]
         foreign = lambda url: not url.startswith((own, "data:", "blob:"))  # noqa: E731
         page.on("request", lambda request: errors.append(request.url) if foreign(request.url) else None)
-        page.goto(address)
+        enter(page, address)
         yield page
-        browser.close()
-    assert not errors
+    assert not errors, errors

@@ -1,9 +1,10 @@
 """The tab Start: the form, the command, the dry run, and the queue."""
 
 import html
-import os
 import re
 import shlex
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,7 +38,8 @@ def shown_command(client, **form):
 
 
 def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
-    before, after = (client.get(address).text for address in ("/start", "/start?model=flux_kontext&adapter=dora"))
+    before = client.get("/start").text
+    after = client.post("/start/form", data={"model": "flux_kontext", "adapter": "dora"}).text
     assert len(listed_keys()) > 20
     assert fields(before)["trainer.max_steps"][1] == "600"
     assert fields(after)["trainer.max_steps"][1] == "2000"
@@ -46,7 +48,7 @@ def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
     assert "size of the LoRA; the update is scaled" in after, (
         "the line of --help for adapter.rank, which has no comment"
     )
-    assert "there is no such choice" in client.get("/start?model=nonsense").text
+    assert "there is no such choice" in client.post("/start/form", data={"model": "nonsense"}).text
 
 
 def test_command_is_what_the_form_says_word_for_word(client, outputs):
@@ -121,8 +123,12 @@ def test_run_is_filled_in_again_with_the_settings_that_differ_without_secrets(cl
 
 @pytest.fixture
 def busy(outputs):
-    """Make the first run look like one that runs."""
-    (outputs / "first/.lock").write_bytes(lock_content(os.getpid()))
+    """Make the first run look like one that runs, by a process with the name of a command."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", "train.py"])
+    (outputs / "first/.lock").write_bytes(lock_content(process.pid))
+    yield process
+    process.kill()
+    process.wait()
 
 
 def test_queue_outlives_the_page_and_is_reordered(client, outputs, busy):
@@ -202,6 +208,7 @@ def test_form_in_a_browser_shows_starts_and_queues_runs(tmp_path):
             page.locator("[name=more]").press_sequentially("adapter.rnk=3")
             page.locator("aside").get_by_text("Did you mean adapter.rank?").wait_for()
             page.locator("[name=more]").fill("adapter.rank=0")
+            page.get_by_role("button", name="estimate memory and time").click()
             page.locator("aside").get_by_text("adapter.rank=0: must be a whole number from 1 on").wait_for()
         use_form(address, tmp_path / "outputs")
 
@@ -213,6 +220,8 @@ def use_form(address, outputs):
         page.locator("[name='adapter.rank']").fill("4")
         page.locator("[name='output_dir']").fill("outputs/one")
         page.locator("[name=more]").fill("\n".join(QUICK))
+        page.get_by_text(QUICK[-1]).first.wait_for()
+        page.get_by_role("button", name="estimate memory and time").click()
         page.get_by_text("T-LoRA rank 1 to 4").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         command = page.locator("#command").inner_text()

@@ -181,7 +181,7 @@ def test_mistakes_are_a_line_and_headers_and_names_are_text(tab, loras, photo, t
         ({"loras": [(loras / "a", "strong")]}, "strong"),
         ({"seed": "1, x"}, "seed"),
         ({"more": "colour=red"}, "colour"),
-        ({"more": "--multirun"}, "is an option"),
+        ({"more": "--multirun"}, "is not accepted here"),
     ):
         tab.create(**{"image": photo.read_bytes(), **form, **mistake})
         [mark] = tab.marks()

@@ -133,7 +133,7 @@ def unreadable(path, kind):
         ("pipe", "it is a pipe or a device"),
         ("dangling", "it is a link to /nowhere/x.png, which is not there"),
         ("floats", "its pixels are floating-point numbers"),
-        ("giant", "15000x14000 are more than 179 megapixels, shrink it$"),
+        ("giant", "it has more than 179 megapixels, shrink it$"),
         ("empty", "it is empty or no image"),
     ],
 )
