@@ -41,17 +41,20 @@ FILES = ("fp8_scaled fp8", "fp8_scaled nf4", "gguf bf16", "gguf fp8", "gguf nf4"
 def load(way: str, folder: str) -> int:
     """Load in the child process; return the bytes that remain."""
     from lightning_modules.pretrained.components import Components
-    from lightning_modules.quantization.quantization import nbytes
     from lightning_modules.timing import StageTimer
 
     host = torch.device("cpu")
     if way == "encoder nf4":
         places, nf4 = {"text_encoder": None, "vae": None}, quantization("nf4", "text_encoder_2")
         parts = Components(folder, None, torch.bfloat16, places, lambda: host, StageTimer(), nf4)
-        return nbytes(parts["text_encoder_2"])
+        return _bytes(parts["text_encoder_2"])
     kind, _, format = way.rpartition(" ")
     source = flux(folder, format).base.source
-    return nbytes((replace(source, name=f"{folder}/{kind}.{SUFFIX[kind]}") if kind else source).load(host))
+    return _bytes((replace(source, name=f"{folder}/{kind}.{SUFFIX[kind]}") if kind else source).load(host))
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def flux(folder: str, format: str) -> Any:

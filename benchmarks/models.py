@@ -134,8 +134,8 @@ name one by `model.transformer_name_or_path`, `model.text_encoder_name_or_path` 
 - A file must fit the model tensor by tensor, else it is refused and the right `model=` named. For a pruned transformer,
   put its `config.json` next to it.
 
-Prediction, `task=quantize`, `task=compare_precision` and `task=export` read the same files;
-`task=export fuse=true format=comfyui` [writes one](prediction.md#files-for-other-programs).
+Prediction, `task=quantize` and `task=export` read the same files; `task=export fuse=true format=comfyui`
+[writes one](prediction.md#files-for-other-programs).
 
 ## Krea 2 with references
 

@@ -1,5 +1,7 @@
 """Model cards alongside the weights of a run."""
 
+import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from callbacks import find_callback
 from callbacks.progress import training_facts
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
+from datamodules.errors import listing
 from datamodules.images.resizing import has_edits
 from datamodules.pairs import PairsDataModule
 from lightning_modules.edit_module import EditModule
@@ -24,6 +27,8 @@ from report.page import render
 from report.quoting import one_line, plain, without_secrets
 from report.tables import changes, read_validation
 from runs.run_folder import RunFolder, best_effort
+
+log = logging.getLogger("retouch")
 
 README = "README.md"
 GRID = "samples.png"
@@ -78,7 +83,11 @@ class ModelCard(L.Callback):
         measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
         settings |= {name: str(value) for name, value in module.encoding_settings().items()}
-        edits, captions = has_edits(data.sizes), data.captions().most_common()
+        private = data.sample_set.outside(data.samples)
+        if private and folder.name == "last":
+            log.info(f"note: {README} shows nothing of {listing(sorted(private))}: their files are not below data.root")
+        public = (prompt for sample in data.samples if sample.key not in private for prompt in sample.prompts)
+        edits, captions = has_edits(data.sizes), Counter(public).most_common()
         caption = one_line(captions[0][0]) if captions else ""
         render(
             folder / README,
@@ -109,10 +118,9 @@ class ModelCard(L.Callback):
 
     def _write_images(self, folder: Path, step: int) -> tuple[int, list[Strip]]:
         """Write GRID and the results; return the step of the results and the samples, none without base images."""
-        if not write_grid(self.run, folder / GRID, step, MOST):
+        if not write_grid(self.run, folder / GRID, step, MOST, public=True):
             return 0, []
-        # Images of sample_root are not published.
-        strips = [one for one in last_strips(self.run, step) if one.target][:MOST]
+        strips = [one for one in last_strips(self.run, step) if not one.private][:MOST]
         for index, strip in enumerate(strips, start=1):
             result = scaled(strip.result, min(1.0, LARGEST / max(strip.result.size)))
             save_png(result, folder / f"sample-{index}.png")

@@ -19,7 +19,7 @@ from lightning_modules.timing import NOT_TRAINING
 from report.commands import Names, commands
 from report.images import THUMBNAIL, data_url, last_strips, read_strip, sample_files, sample_rows, to_image, write_grid
 from report.page import render
-from report.quoting import shareable, without_secrets
+from report.quoting import one_line, shareable, without_secrets
 from report.tables import curves, headline, read_metrics, read_validation
 from runs.run_folder import RunFolder, best_effort
 
@@ -86,6 +86,9 @@ class Report(L.Callback):
         metrics, validation = read_metrics(self.run.metrics), read_validation(self.run.validation)
         samples = sample_files(self.run, trainer.global_step)
         rows, data = sample_rows(samples, lambda path, part: self._data_urls(path)[part]), PairsDataModule.of(trainer)
+        rows = [row | {"prompt": one_line(row["prompt"])} for row in rows]
+        strip = next(last_strips(self.run, trainer.global_step), None)
+        strip = strip and strip._replace(prompt=one_line(strip.prompt))
         if not self._data:
             with best_effort("part of the report on the data"):
                 self._data = _describe(data)
@@ -105,7 +108,7 @@ class Report(L.Callback):
             steps=sorted(samples),
             images_title="Held-out images" if data.validation is not None else "Images of the training data",
             curves=curves(metrics, validation),
-            commands=commands(module, names, seed, next(last_strips(self.run, trainer.global_step), None)),
+            commands=commands(module, names, seed, strip),
             config=OmegaConf.to_yaml(shareable(OmegaConf.to_container(settings))),
             unfinished=unfinished,
             **self._data,
@@ -121,7 +124,7 @@ def _describe(data: PairsDataModule) -> dict[str, Any]:
     """Return the page's part on the data: its size, and its first samples."""
     sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
     thumbs = [
-        {"images": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": raw.prompts[0]}
+        {"images": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": one_line(raw.prompts[0])}
         for raw in data.pixels(slice(data.preview_count))
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]

@@ -135,10 +135,13 @@ class SampleImages(L.Callback):
         if first.controls and not self.run.control.is_file():  # its own file may be inside a table or a tar
             with best_effort(str(self.run.control)):
                 save_png(to_image(first.controls[0]), self.run.control)
+        data = self.validation or PairsDataModule.of(trainer)
+        private = data.sample_set.outside(data.samples[: self.count])
         for one in self.results:
             with best_effort(f"sample image of {one.key}"):
                 goal = None if one.target is None else to_image(one.target)
-                strip = Strip(list(map(to_image, one.controls)), to_image(one.result), goal, one.prompt)
+                images = list(map(to_image, one.controls)), to_image(one.result), goal
+                strip = Strip(*images, one.prompt, private=goal is None or one.key in private)
                 image = strip.write(self.run.samples_of(trainer.global_step) / f"{names[one.key]}.png")
                 log_image(trainer, f"samples/{names[one.key]}", image)
 

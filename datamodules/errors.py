@@ -25,13 +25,13 @@ def count_of(count: int, plural: str) -> str:
     return " ".join(["1", noun.removesuffix("s"), *(verbs.get(word, word) for word in rest)])
 
 
-# Bytes that are not UTF-8 (surrogates in Python), line ends, and control characters of terminals.
-UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# Bytes that are not UTF-8 (surrogates in Python), line ends, control characters of terminals, and marks that reorder.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(text: str) -> str:
-    """Return a file's name, which may contain any bytes, as part of one line of text."""
-    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+def printable(text: str, kept: str = "") -> str:
+    """Return a text that may contain any bytes, such as a file's name, as part of one line; some may be `kept`."""
+    return UNPRINTABLE.sub(lambda one: one[0] if one[0] in kept else one[0].encode("unicode_escape").decode(), text)
 
 
 def without_credentials(text: str) -> str:

@@ -137,7 +137,7 @@ class Packed(ABC):
         return BytesIO(self.read())
 
 
-def read_bytes(path: Path, most: int) -> bytes:
+def read_bytes(path: Path, most: int = 2**28) -> bytes:
     """Return the bytes of a regular file; raises a ValueError if it has more than `most`, or an OSError."""
     require_file(path)
     with path.open("rb") as file:

@@ -34,6 +34,11 @@ class Holder(NamedTuple):
     host: str
     pid: int
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.host == platform.node()
+
 
 @contextmanager
 def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
@@ -106,7 +111,7 @@ def holder(folder: Path) -> Holder | None:
             file.seek(1)
             host, pid, created = file.read(1000).decode().split()
         found = Holder(host, int(pid))
-        if host != platform.node():
+        if not found.is_here:
             return found
         process = psutil.Process(found.pid)
         # Linux computes the time by a clock that is adjusted.

@@ -29,9 +29,9 @@ LARGEST, THUMBNAIL = 512, 128
 SMALLEST, GAP, LABEL = 128, 6, 18
 # Side in pixels of a checkerboard's squares.
 SQUARE = 8
-# Text chunks of a strip's PNG: the widths of its parts; and a mark for strips that end in the result, without a target.
+# Text chunks of a strip's PNG: the widths of its parts; marks of strips without a target, and of those not to publish.
 PARTS = "parts"
-NO_TARGET = "no target"
+NO_TARGET, PRIVATE = "no target", "private"
 
 
 def to_image(pixels: "Tensor") -> Image.Image:
@@ -98,12 +98,17 @@ def labelled_row(images: Mapping[str, Image.Image]) -> Image.Image:
 
 
 class Strip(NamedTuple):
-    """Parts of a sample image, and its prompt; an image of sample_root has no target."""
+    """Parts of a sample image, and its prompt; an image of sample_root has no target.
+
+    Attributes:
+        private: it is not published: its files are not of data.root.
+    """
 
     controls: list[Image.Image]
     result: Image.Image
     target: Image.Image | None
     prompt: str
+    private: bool = False
 
     @property
     def parts(self) -> list[Image.Image]:
@@ -114,8 +119,9 @@ class Strip(NamedTuple):
         """Write controls, result and target as one PNG, and return it."""
         parts = in_a_row(self.parts)
         image = Image.fromarray(np.concatenate([np.asarray(part) for part in parts], axis=1))
+        marks = {NO_TARGET: self.target is None, PRIVATE: self.private}
         facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": self.prompt}
-        save_png(image, path, facts if self.target is not None else {**facts, NO_TARGET: "true"})
+        save_png(image, path, facts | {name: "true" for name, holds in marks.items() if holds})
         return image
 
 
@@ -139,7 +145,7 @@ def read_strip(path: Path) -> Strip:
     parts = [image.crop((left, 0, right, image.height)) for left, right in pairwise(edges)]
     target = None if NO_TARGET in facts else parts.pop()
     *controls, result = parts
-    return Strip(controls, result, target, facts.get("prompt", ""))
+    return Strip(controls, result, target, facts.get("prompt", ""), PRIVATE in facts)
 
 
 def file_names(keys: Sequence[str]) -> dict[str, str]:
@@ -194,12 +200,15 @@ def last_strips(run: RunFolder, last: float = math.inf) -> Iterator[Strip]:
     yield from from_text
 
 
-def write_grid(run: RunFolder, path: Path, last: float = math.inf, most: int | None = None) -> bool:
+def write_grid(
+    run: RunFolder, path: Path, last: float = math.inf, most: int | None = None, public: bool = False
+) -> bool:
     """Draw control, before, after and target of each sample, one sample a row; return whether there are any.
 
     Args:
         last: step of the results at most.
         most: samples, counted from the first.
+        public: without those that are not published.
     """
     samples = sample_files(run, last)
     if len(samples) < 2 or 0 not in samples:  # a run that started from a checkpoint elsewhere has no images of the base
@@ -207,7 +216,7 @@ def write_grid(run: RunFolder, path: Path, last: float = math.inf, most: int | N
     first, rows = samples[0], []
     for name, path_after in samples[max(samples)].items():
         strip = read_strip(path_after)
-        if name in first and strip.target is not None:
+        if name in first and strip.target is not None and not (public and strip.private):
             images = {"control": strip.controls[0]} if strip.controls else {}
             images |= {"before": read_strip(first[name]).result, "after": strip.result, "target": strip.target}
             rows.append(labelled_row(images))

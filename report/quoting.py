@@ -14,6 +14,7 @@ from datamodules.errors import printable, without_credentials
 
 # Settings whose values are text that Hydra must not parse.
 TEXTS = {
+    "token",
     "prompt",
     "negative_prompt",
     "model.sampling.negative_prompt",

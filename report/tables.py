@@ -13,7 +13,6 @@ from datamodules.files import read_bytes, reading, replacing
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 2000  # of a curve at most
-MOST_BYTES = 2**28
 COLORS = "abcdef"
 
 
@@ -41,7 +40,7 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         return []
     with reading(path, "repair or remove it"):
-        text = io.StringIO(read_bytes(path, MOST_BYTES).decode(), newline="")
+        text = io.StringIO(read_bytes(path).decode(), newline="")
         return [row for row in csv.DictReader(text) if None not in (*row, *row.values())]
 
 

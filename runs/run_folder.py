@@ -140,11 +140,11 @@ class RunFolder:
             self.requests.rmdir()
 
     def files(self) -> dict[str, list[int]]:
-        """Return the size and time of each file by its path, without requests and hidden or unprintable names."""
+        """Return the size and time of each file by its path, without requests, links, hidden or unprintable names."""
         found = {}
         for path in (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names):
             name = path.relative_to(self.path).as_posix()
-            if name.isprintable() and "/." not in f"/{name}" and path.parent != self.requests and path.is_file():
+            if name.isprintable() and "/." not in f"/{name}" and path.parent != self.requests and not path.is_symlink():
                 with suppress(FileNotFoundError):  # removed since
                     facts = path.stat()
                     found[name] = [facts.st_size, facts.st_mtime_ns]
@@ -160,7 +160,7 @@ class RunFolder:
         if not self.finished.is_file():
             return None
         with reading(self.finished, "delete it"):
-            end = End(**json.loads(read_bytes(self.finished, 10_000)))
+            end = End(**json.loads(read_bytes(self.finished)))
             return end if end.step >= max_steps or (early_stopping and end.stopped_early) else None
 
     def remove_leftovers(self) -> None:

@@ -26,7 +26,6 @@ from tasks.placement import compute_device
 from tasks.terminal import log, silence_libraries
 
 RECORDS, TABLE = "captions.jsonl", "metadata.jsonl"
-MOST_BYTES = 2**28  # of the records
 
 
 def caption(cfg: DictConfig, output_dir: Path) -> None:
@@ -122,7 +121,7 @@ class Caption:
 def read_records(path: Path, repair: bool = False) -> list[Caption]:
     """Return the recorded captions in order; with `repair` remove a line that a killed process has not finished."""
     with reading(path, "remove it, or choose another output_dir"):
-        *lines, cut = read_bytes(path, MOST_BYTES).decode().split("\n")
+        *lines, cut = read_bytes(path).decode().split("\n")
         if cut and repair:
             os.truncate(path, path.stat().st_size - len(cut.encode()))
         rows = map(json.loads, lines)

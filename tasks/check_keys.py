@@ -25,7 +25,6 @@ TASKS = {
         "clean": "tasks.caches.clean",
         "quantize": "tasks.precision.quantize",
         "inspect": "tasks.inspect.inspect",
-        "compare_precision": "tasks.precision.compare_precision",
         "caption": "tasks.caption.caption",
         "export": "tasks.export.export",
         "average": "tasks.average.average",
@@ -37,7 +36,7 @@ CHOOSING = ("experiment", "debug", "hparams_search")
 # Mappings to which any class may be added by its _target_.
 OPEN = ("callbacks", "callbacks.validation.metrics", "logger")
 
-DATA = ("cache", "clean", "preview", "inspect", "caption", "compare_precision")
+DATA = ("cache", "clean", "preview", "inspect", "caption")
 # Tasks of predict.py that read a setting and all below it; the longest name counts, other settings are for all tasks.
 READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("format", "merge", "merge_weights", "rank", "extract", "fuse", "export"), ("export",)),
@@ -57,11 +56,11 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "trainer": ("edit", "export", "quantize", *DATA),  # the tasks about one data set accept the same settings
     "model": ("edit", "export", "lora_info", "quantize", *DATA),
     "model.sampling": ("edit", "export"),
-    **dict.fromkeys(("model.compile", "model.attention_backend"), ("edit", "compare_precision")),
-    "model.training_guidance_scale": ("compare_precision",),
-    "model.vae_encode_mode": ("cache", "clean", "compare_precision"),
+    **dict.fromkeys(("model.compile", "model.attention_backend"), ("edit",)),
+    "model.vae_encode_mode": ("cache", "clean"),
     **dict.fromkeys(("model.timesteps", "model.recipe", "model.gradient_checkpointing", "model.optimization"), ()),
     **dict.fromkeys(("model.training_adapter", "model.offload.activations", "model.seed"), ()),
+    "model.training_guidance_scale": (),
 }
 
 

@@ -151,8 +151,9 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
     """
     if not run.config.is_file():
         return
-    with reading(run.config, "remove the file, to resume without comparing the settings"):
-        saved, earlier = interpolated(run.config), read_config(run.config)
+    remedy = "remove the file, to resume without comparing the settings"
+    with reading(run.config, remedy):
+        saved, earlier = interpolated(run.config, remedy), read_config(run.config, remedy)
         if lacking := {"adapter", "optimizer", "scheduler", "model", "data"} - earlier.keys():
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     configs = [(saved, flat_settings(earlier)), (OmegaConf.create(settings), flat_settings(settings))]

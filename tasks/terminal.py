@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, printable
 from runs.signals import Stopped, stop
 
 log = logging.getLogger("retouch")
@@ -84,7 +84,7 @@ def command_line(trains: bool = False) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {line_for_users(error)}", file=sys.stderr)
+        print(f"error: {printable(str(line_for_users(error)))}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
@@ -127,10 +127,13 @@ def configure_logging() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Output to the present sys.stderr, which a progress bar replaces to keep lines above itself."""
+    """Output to the present sys.stderr, which a progress bar replaces to keep lines above itself.
+
+    A terminal obeys control characters, which names and captions may contain: they are escaped.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        print(printable(self.format(record), "\n\t"), file=sys.stderr)
 
 
 def silence_libraries() -> None:
@@ -190,7 +193,7 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         line = _with_notes(line, error)
         rank = next((os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"), None)
         where = "" if rank is None else f" in process {rank}"
-        print(f"error{where}: {line}", file=sys.stderr)
+        print(f"error{where}: {printable(line)}", file=sys.stderr)
     if in_sweep:
         from hydra.errors import CompactHydraException
 

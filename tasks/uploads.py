@@ -4,6 +4,7 @@ The folder is downloaded before the run, and uploaded after each checkpoint and 
 huggingface.co at the end; a failure there never fails the run.
 """
 
+import glob
 import json
 import shlex
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from datamodules.errors import UserError, without_credentials
+from datamodules.errors import UserError, listing, printable, without_credentials
 from datamodules.files import DAMAGED, file_sha256, link_or_copy, reason, replacing
 from datamodules.locks import one_at_a_time
 from datamodules.shards.transfer import Bucket
@@ -93,6 +94,8 @@ class Mirror:
             )
         log.warning(f"downloading {self.bucket}")  # in any process
         for name in names:
+            if not (self.run.path / name).resolve().is_relative_to(self.run.path.resolve()):
+                raise UserError(f"output_dir={self.bucket}: {printable(name)} is not below it, and is not downloaded")
             self.bucket.download(name, self.run.path / name)
         self.states.append(there)
         self.files = {name: facts for name, facts in self.run.files().items() if name in names}
@@ -204,7 +207,10 @@ def _send(folders: Mapping[str, Path], repository: str, private: bool) -> str:
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         for place, folder in folders.items():
-            hidden = [".*", "**/.*"]  # temporary files next to the weights
+            links = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink()]
+            if links:
+                log.warning(f"note: not uploaded, since they are links: {listing(links)}")
+            hidden = [".*", "**/.*", *map(glob.escape, links)]  # temporary files next to the weights
             api.upload_folder(repo_id=repository, folder_path=folder, path_in_repo=place, ignore_patterns=hidden)
     except Exception as error:  # of the network's libraries, or of files: none of them may end the run
         cause = error.__cause__ if isinstance(error, RuntimeError) else None

@@ -176,6 +176,7 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # before the address is known
     except (OSError, OverflowError, TypeError) as error:
         listener.close()
         raise UserError(f"host={host} port={port}: {reason(error)}. Choose others, such as port=7861.") from error

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from datamodules.errors import UserError
-from datamodules.files import read_text, reason, replacing
+from datamodules.files import read_text, replacing
 from datamodules.images.samples import Sample
 from report.tables import read_metrics
 from runs.run_folder import RunFolder
@@ -44,14 +44,6 @@ def caption_of(sample: Sample) -> tuple[str, bool]:
     if sample.caption_file is None or sample.caption_file.suffix.lower() == ".json":
         return "\n".join(sample.prompts), False
     return read_text(sample.caption_file).strip() if sample.caption_file.exists() else "", True
-
-
-def _words(form: FormData, name: str) -> list[str]:
-    """Return the words of a field, which are quoted as for a shell."""
-    try:
-        return shlex.split(str(form.get(name, "")))
-    except ValueError as error:
-        raise UserError(f"{name}: {reason(error)}. Quote values as for a shell.") from error
 
 
 class DataPage:
@@ -114,7 +106,7 @@ class DataPage:
         from tasks.models import without_network
 
         with hydras_errors("predict"):
-            words = _words(form, "settings")
+            words = shlex.split(str(form.get("settings", "")))
             if run := form.get("run"):
                 asked = asked_by(self.shelf.get(str(run)), "predict")
                 lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
@@ -139,8 +131,9 @@ class DataPage:
     def start(self, request: Request, form: FormData) -> Response:
         """Start a task on a data set as a process of its own."""
         data, task = entry(self.sets, form.get("set")), form.get("task")
-        run, more = entry(data["jobs"], task), _words(form, "captioner")
-        read_values(more, "predict")
+        with hydras_errors("predict"):
+            run, more = entry(data["jobs"], task), shlex.split(str(form.get("captioner", "")))
+            read_values(more, "predict")
         self.jobs.start([f"task={task}", *shlex.split(data["settings"]), *more, f"output_dir={run}"], run, "predict")
         return HTMLResponse("", headers={"hx-redirect": f"/data?set={form['set']}"})
 

@@ -1,7 +1,6 @@
 """Runs that the page starts: processes of their own, which go on without it, and the queue of those that wait."""
 
 import json
-import platform
 import subprocess
 import sys
 import threading
@@ -15,7 +14,6 @@ import psutil
 from datamodules.errors import UserError, printable
 from datamodules.files import read_bytes, reading, reason, replacing
 from datamodules.locks import LOCK, Holder, holder, in_use, lock_content, open_own
-from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 from tasks.arguments import read_values
 
@@ -30,18 +28,13 @@ def user_of(folder: Path) -> Holder | None:
     """Return the command that uses a folder; None if none does, or if its lock names another program."""
     one = holder(folder)
     with suppress(psutil.Error):
-        if one is None or not is_here(one) or {*COMMANDS} & {Path(w).stem for w in psutil.Process(one.pid).cmdline()}:
+        if one is None or not one.is_here or {*COMMANDS} & {Path(w).stem for w in psutil.Process(one.pid).cmdline()}:
             return one
     return None
 
 
-def is_here(holder: Holder) -> bool:
-    """Return whether a command runs on this machine."""
-    return holder.host == platform.node()
-
-
 def _is_used(folder: Path) -> bool:
-    return (one := user_of(folder)) is not None and is_here(one)
+    return (one := user_of(folder)) is not None and one.is_here
 
 
 def run_below(outputs: Path, place: str) -> RunFolder:
@@ -90,7 +83,7 @@ class Jobs:
         if not self._queue.is_file():
             return {}
         with reading(self._queue, "remove it"):
-            content = json.loads(read_bytes(self._queue, MOST_BYTES))
+            content = json.loads(read_bytes(self._queue))
             return {run: list(map(str, arguments)) for run, arguments in content.items()}
 
     @contextmanager

@@ -33,7 +33,7 @@ from runs.run_folder import REQUESTS, RunFolder
 from tasks.arguments import require_own
 from tasks.resuming import OF_A_START
 from webapp.answers import page, post
-from webapp.jobs import Jobs, is_here, user_of
+from webapp.jobs import Jobs, user_of
 
 # Figures of the list by their columns.
 FIGURES = {"loss": "loss_avg", "samples/s": "samples_per_second"}
@@ -43,8 +43,6 @@ LOG, LISTED, SMALL = 20_000, 200, 384
 SECONDS_OF_A_REPORT = 120
 # Two images at a time are decoded: each may take a gigabyte.
 DECODING = threading.BoundedSemaphore(2)
-# Bytes of the largest report that is shown.
-MOST_OF_A_REPORT = 2**28
 # A page of its own without cookies: its content may come from elsewhere.
 REPORT_POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; sandbox allow-scripts"
@@ -115,7 +113,7 @@ def state_of(run: RunFolder) -> str:
     """Return running, finished, stopped (it can be resumed) or failed."""
     if (owner := user_of(run.path)) is not None:
         written = [path.stat().st_mtime for path in (run.report, run.path / LOCK) if path.is_file()]
-        if is_here(owner) or time.time() - max(written, default=0) < SECONDS_OF_A_REPORT:
+        if owner.is_here or time.time() - max(written, default=0) < SECONDS_OF_A_REPORT:
             return "running"
     return "finished" if run.finished.is_file() else "stopped" if run.checkpoint.is_file() else "failed"
 
@@ -277,7 +275,7 @@ class RunsPage:
         if not run.report.is_file():
             raise HTTPException(404, f"{run} has no report yet")
         with reading(run.report, "remove it"):
-            text = read_bytes(run.report, MOST_OF_A_REPORT).decode(errors="replace")
+            text = read_bytes(run.report).decode(errors="replace")
         return HTMLResponse(text, headers={"content-security-policy": REPORT_POLICY})
 
     def image(self, request: Request) -> Response:
@@ -300,7 +298,7 @@ class RunsPage:
         if state_of(run) != "running":
             raise UserError(f"{run} does not run")
         owner = user_of(run.path)
-        if what == "stop" and not run.requests.is_dir() and owner is not None and is_here(owner):
+        if what == "stop" and not run.requests.is_dir() and owner is not None and owner.is_here:
             os.kill(owner.pid, signal.SIGINT)
         else:
             try:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir, mkdtemp
 
@@ -26,15 +25,7 @@ from webapp.jobs import TRAIN
 from webapp.runs import Shelf
 
 COMMAND = [sys.executable, str(TRAIN.with_name("predict.py")), "--stdin"]
-PREFIX = "retouch-try-"
 KEYS = ("model", "prompt", "negative_prompt", "lora_scale", "seed", "num_inference_steps", "guidance_scale")
-
-
-def _is_left(folder: Path) -> bool:
-    """Return whether a page that was killed has left a temporary folder."""
-    with suppress(OSError):
-        return (folder / LOCK).is_file() and holder(folder) is None
-    return False
 
 
 class TryPage:
@@ -42,9 +33,10 @@ class TryPage:
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
-        for left in filter(_is_left, Path(gettempdir()).glob(f"{PREFIX}*")):
-            shutil.rmtree(left, ignore_errors=True)
-        self._temporary = TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        for lock in Path(gettempdir()).glob(f"retouch-try-*/{LOCK}"):
+            if holder(lock.parent) is None:  # of a page that was killed
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        self._temporary = TemporaryDirectory(prefix="retouch-try-", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
         (self._folder / LOCK).write_bytes(lock_content(os.getpid()))
         self._output = self._folder / "output.txt"

@@ -1,7 +1,7 @@
 """The samples of a data set: found, checked against their files and the model, described, and partly held out."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -90,6 +90,17 @@ class SampleSet:
     def root(self, sample: Sample) -> Root:
         """Return the root of a sample."""
         return [*self.roots, *self.val_roots][sample.root]
+
+    def outside(self, samples: Iterable[Sample]) -> set[str]:
+        """Return the keys of samples with a file that is not below their root, or only by a link."""
+
+        def is_outside(sample: Sample) -> bool:
+            place = Path(self.root(sample).path).resolve()
+            top = place if place.is_dir() else place.parent
+            files = (sample.target, *sample.controls, sample.mask, sample.rejected, sample.caption_file)
+            return not all(one.resolve().is_relative_to(top) for one in files if isinstance(one, Path))
+
+        return {sample.key for sample in samples if is_outside(sample)}
 
     def is_held_out(self, sample: Sample) -> bool:
         """Return whether a sample is of val_root."""

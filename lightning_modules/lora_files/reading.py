@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import regex
 import safetensors
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 # owner/name, or owner/name/FILE.
+SECONDS_OF_A_MATCH = 0.1
 ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
 
@@ -334,9 +336,10 @@ def _layer_setting(settings: Mapping[str, Any], name: str, layer: str) -> float:
     kind = "rank_pattern" if name == "r" else "alpha_pattern"
     pattern = settings.get(kind) or {}
     try:
-        own = (pattern[key] for key in pattern if re.match(rf"(.*\.)?({key})$", layer))  # as peft does
+        # As peft does; a file's expression may take for ever.
+        own = (pattern[key] for key in pattern if regex.match(rf"(.*\.)?({key})$", layer, timeout=SECONDS_OF_A_MATCH))
         return float(next(own, settings[name]))
-    except re.error as error:
+    except (regex.error, TimeoutError) as error:
         raise ValueError(f"{kind}: {error}") from error
 
 

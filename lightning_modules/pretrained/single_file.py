@@ -22,6 +22,8 @@ from lightning_modules.pretrained.repository import SUFFIXES, meta_component, sh
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
 
+# Reads of a GGUF file's header; those of a vocabulary with 256,000 words take a million.
+MOST_READS = 1_500_000
 # Beginnings of a transformer's tensors in checkpoints, and of the other parts that a checkpoint may contain.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
 OTHER_PARTS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
@@ -63,6 +65,21 @@ def open_file(path: Path) -> FileWeights:
     return weights
 
 
+def _bounded(reader: type[Any]) -> type[Any]:
+    """Return gguf's reader, which ends at the end of the file, and after many values: an array may claim any length."""
+
+    class Reader(reader):
+        left = MOST_READS
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            self.left -= 1
+            if self.left < 0 or int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("its header does not end")
+            return super()._get(offset, dtype, count, override_order)
+
+    return Reader
+
+
 class GGUFWeights(FileWeights):
     """The tensors of a GGUF file, each dequantized to float32 when it is read.
 
@@ -79,7 +96,7 @@ class GGUFWeights(FileWeights):
         self._last = "", torch.empty(0)
         counts: Counter[str] = Counter()
         with reading(path, GET_AGAIN, GGUF):
-            reader = gguf.GGUFReader(path)
+            reader = _bounded(gguf.GGUFReader)(path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             for name, tensor in self._tensors.items():
                 counts[tensor.tensor_type.name] += int(tensor.n_elements)

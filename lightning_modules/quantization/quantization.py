@@ -34,11 +34,6 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def nbytes(module: nn.Module) -> int:
-    """Return the bytes of a model's weights, quantized or not; with trainer=fsdp, of this process's shards."""
-    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in module.state_dict().values())
-
-
 @dataclass
 class Quantization:
     """Settings by which a frozen model is quantized. Checkpoints that are quantized on disk are loaded as they are."""

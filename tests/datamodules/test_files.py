@@ -1,7 +1,9 @@
 """Files that are something else than their names say."""
 
 import io
+import os
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import safetensors.torch
 import torch
 
 from datamodules.errors import UserError
-from datamodules.files import PICKLE, kind_of_file, reading
+from datamodules.files import PICKLE, kind_of_file, read_bytes, reading, replacing
+from datamodules.locks import holder, in_use, open_own
 
 
 def pickled(legacy: bool) -> bytes:
@@ -59,3 +62,56 @@ def test_safetensors_are_known_whatever_the_length_of_their_header(tmp_path: Pat
     assert kind_of_file(path) is None
     with pytest.raises(UserError, match="is damaged"), reading(path, "download it again"):
         safetensors.torch.load_file(path)
+
+
+def test_threads_that_replace_one_file_lose_none_of_its_contents(tmp_path):
+    """The temporary name of a process was that of all its threads, which removed each other's file."""
+
+    def save(number):
+        with replacing(tmp_path / "caption.txt") as temporary:
+            temporary.write_text(str(number) * 1000)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(save, range(160)))
+    text = (tmp_path / "caption.txt").read_text()
+    assert text == text[0] * len(text) or len({*text}) <= 3
+    assert os.listdir(tmp_path) == ["caption.txt"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_a_replaced_file_keeps_its_permissions(tmp_path, mode):
+    path = tmp_path / "caption.txt"
+    path.write_text("old")
+    path.chmod(mode)
+    with replacing(path) as temporary:
+        assert temporary.stat().st_mode & 0o777 == 0o600, "nor does anybody read it while it is written"
+        temporary.write_text("new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", mode)
+    with replacing(path, private=True) as temporary:
+        temporary.write_text("secret")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_is_read_up_to_a_size_and_a_device_not_at_all(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "x", 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        read_bytes(tmp_path / "x", 4)
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="a pipe or a device"):
+        read_bytes(tmp_path / "zero")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+def test_a_lock_that_is_no_file_of_ours_is_neither_written_nor_waited_for(tmp_path, kind):
+    """A link in a run from elsewhere would have emptied the file that it names."""
+    victim, lock = tmp_path / "victim", tmp_path / "run/.lock"
+    lock.parent.mkdir()
+    victim.write_text("mine") if kind == "link" else None
+    os.mkfifo(lock) if kind == "pipe" else lock.symlink_to(victim)
+    for use in (lambda: open_own(lock), lambda: in_use(lock.parent).__enter__()):
+        with pytest.raises(UserError, match="is a link or a pipe, not a file of ours"):
+            use()
+    assert holder(lock.parent) is None
+    assert victim.exists() == (kind == "link")
+    assert kind != "link" or victim.read_text() == "mine"

@@ -3,8 +3,6 @@
 import html
 import json
 import os
-import re
-import shlex
 import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,21 +14,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.commands import ROOT
+from tests.support.harm import payload, typed
 from tests.webapp.browsing import browser_page, chromium, enter, studio_at
 from tests.webapp.conftest import write_run
 
 # Seconds in which a command that an attack starts would show: the page waits one before its dry run.
 PATIENCE = 5.0
-
-
-def payload(marker):
-    """Return a mapping that, instantiated, runs a command of the shell."""
-    return {"_target_": "torch.utils.collect_env.run", "command": f"touch {shlex.quote(str(marker))}"}
-
-
-def typed(marker):
-    """Return it as it is typed on the command line."""
-    return re.sub(r'"(\S+)":', r"\1:", json.dumps(payload(marker)))
 
 
 @contextmanager

@@ -47,6 +47,10 @@ FILES = {
         with_header('{"transformer.lora_alpha": 1, "transformer.alpha_pattern": {"(": 1}}'),
         "alpha_pattern: ",
     ),
+    "alpha pattern that takes for ever": (
+        with_header('{"transformer.lora_alpha": 1, "transformer.alpha_pattern": {"((a|[^!])+)+!": 1}}'),
+        "alpha_pattern: ",
+    ),
     "ranks that differ": (stored(GOOD | {UP: torch.ones(64, 3)}), "has matrices of (2, 64) and (64, 3)"),
     "a convolution": (stored({DOWN: torch.ones(2, 64, 1, 1), UP: torch.ones(64, 2, 1, 1)}), "has matrices of"),
     "one half": (stored({DOWN: GOOD[DOWN]}), "half of an update"),

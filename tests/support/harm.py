@@ -1,0 +1,20 @@
+"""Content that was made to harm."""
+
+import json
+import re
+import shlex
+
+# 457 bytes that would be 10 ** 9 nodes.
+BILLION_LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+
+
+def payload(marker):
+    """Return a mapping that runs a command of the shell where it is instantiated."""
+    return {"_target_": "torch.utils.collect_env.run", "command": f"touch {shlex.quote(str(marker))}"}
+
+
+def typed(marker):
+    """Return it as it is typed on the command line."""
+    return re.sub(r'"(\S+)":', r"\1:", json.dumps(payload(marker)))

@@ -1,0 +1,144 @@
+"""The server of studio.py as other programs of the machine see it, and how it ends."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import HTTPCookieProcessor, build_opener
+
+import pytest
+
+from datamodules.errors import UserError
+from tests.support.commands import ROOT
+from webapp.app import serve
+
+
+@contextmanager
+def studio(folder, *settings, **environment):
+    """Temporarily run studio.py; yield its process and its address."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, ROOT / "studio.py", "port=0", *(settings or ["open=false"])],
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "TMPDIR": str(folder), **environment},
+        )
+    try:
+        end = time.monotonic() + 120
+        while (found := re.search(r"http://\S+", (folder / "log").read_text())) is None:
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def connect(address, content=b""):
+    place = urlsplit(address)
+    found = socket.create_connection((place.hostname, place.port), timeout=60)
+    found.sendall(content)
+    return found
+
+
+def opened(address):
+    """Return a client with the page's cookie."""
+    client = build_opener(HTTPCookieProcessor())
+    client.open(address, timeout=60).read()
+    return client
+
+
+@pytest.mark.slow
+def test_connections_that_say_nothing_lock_nobody_out_and_are_closed(tmp_path):
+    with studio(tmp_path) as (_, address):
+        silent = [connect(address, b"GET / HT" if number % 2 else b"") for number in range(900)]
+        client = opened(address)
+        assert client.open(address.partition("?")[0] + "runs", timeout=60).status == 200
+        for one in silent:  # the newest of them after ten seconds
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        assert client.open(address.partition("?")[0] + "runs", timeout=60).status == 200
+
+
+@pytest.mark.slow
+def test_headers_have_a_limit(tmp_path):
+    with studio(tmp_path) as (_, address):
+        with connect(address, b"GET / HTTP/1.1\r\nx: ") as endless:
+            try:
+                for _ in range(1000):
+                    endless.sendall(b"x" * 10_000)
+                assert b"HTTP/1.1 4" in endless.recv(100)
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+        assert opened(address)
+
+
+def left(folder):
+    return [path.name for path in folder.iterdir() if path.name.startswith("retouch-try-")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stalled_upload_holds_up_no_end_and_nothing_is_left(tmp_path, number):
+    with studio(tmp_path) as (process, address):
+        client = opened(address)
+        [cookie] = next(one for one in client.handlers if isinstance(one, HTTPCookieProcessor)).cookiejar
+        head = f"POST /try HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\nCookie: {cookie.name}={cookie.value}\r\n"
+        head += "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000000\r\n\r\n--x\r\n"
+        with connect(address, head.encode()):
+            time.sleep(1)
+            assert left(tmp_path)
+            process.send_signal(number)
+            process.wait(60)
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_a_killed_page_left_is_removed_by_the_next_one_but_not_that_of_a_living_one(tmp_path):
+    with studio(tmp_path) as (process, _):
+        killed = left(tmp_path)
+        process.kill()
+        process.wait()
+    assert left(tmp_path) == killed
+    with studio(tmp_path), studio(tmp_path):
+        assert not {*killed} & {*left(tmp_path)}
+        assert len(left(tmp_path)) == 2
+
+
+@pytest.mark.slow
+def test_the_browser_gets_a_file_that_nobody_else_reads(tmp_path):
+    """Other users see the arguments of its command."""
+    record, browser = tmp_path / "arguments", tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$@" > {record}\n')
+    browser.chmod(0o755)
+    shown = {"BROWSER": f"{browser} %s", "DISPLAY": ":9"}
+    with studio(tmp_path / "here", "token=my épée token", **shown) as (process, address):
+        end = time.monotonic() + 60
+        while not (record.is_file() and record.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        argument = record.read_text().strip()
+        file = Path(urlsplit(argument).path)
+        assert argument.startswith("file://")
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert address.replace("&", "&amp;") in file.read_text()
+        assert opened(address).open(address.partition("?")[0] + "runs").status == 200
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("token", ["é", "x", "short", "long but\nnot printable"])
+def test_a_short_token_is_one_line(token):
+    with pytest.raises(UserError, match="token: it needs at least 8 printable letters") as error:
+        serve("127.0.0.1", 0, token, opens=False)
+    assert token not in str(error.value)
