@@ -1,6 +1,5 @@
 """Locks on folders, which end with their process, however that ends."""
 
-import errno
 import logging
 import os
 import platform
@@ -8,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from stat import S_ISREG
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -79,20 +77,9 @@ def in_use(folder: Path, wait: bool = False) -> Iterator[None]:
 
 def open_own(path: Path) -> FileIO:
     """Open a file in a folder of unknown origin to append to it; raise a UserError if it is a link, pipe or device."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
-
-    try:
-        file = open(path, "ab", buffering=0, opener=opener)  # noqa: SIM115 (the caller closes it)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):
-            raise
-    else:
-        if S_ISREG(os.fstat(file.fileno()).st_mode):
-            return file
-        file.close()
-    raise UserError(f"{path} is a link or a pipe, not a file of ours. Remove it.")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{path} is a link or a pipe, not a file of ours. Remove it.")
+    return path.open("ab", buffering=0)
 
 
 def lock_content(pid: int) -> bytes:

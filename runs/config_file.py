@@ -19,7 +19,7 @@ from datamodules.files import read_bytes, reading, replacing
 MOST_BYTES, MOST_LEVELS = 2**20, 50
 # The start of the last line, which ends in the signature.
 SIGNED = b"# written by this machine: "
-KEY_BYTES = 32
+KEY_LETTERS = 64
 # The functions of interpolations that a stranger's settings may use: those of `tasks.resolvers`, and OmegaConf's that
 # reads another setting. Its others read the environment, or make settings of a text.
 RESOLVERS = ("oc.select", "work_folder", "when", "warmup_steps", "program", "run_folder", "prediction_folder")
@@ -92,7 +92,7 @@ def _signature(text: bytes) -> bytes:
         path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "retouch", "key")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError), open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-        if len(key := path.read_bytes()) == KEY_BYTES:
+            file.write(secrets.token_hex().encode())
+        if len(key := path.read_bytes()) == KEY_LETTERS:
             return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
     return b""

@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
 os.environ["OMP_NUM_THREADS"] = "1"  # workers on few cores
 os.environ["COLUMNS"] = "250"  # long paths stay on one line
+os.environ["XDG_STATE_HOME"] = f"{tempfile.gettempdir()}/retouch-tests-{os.getuid()}"  # not the key of a person
 
 import pytest
 import torch
