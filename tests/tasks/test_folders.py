@@ -20,7 +20,7 @@ import os, sys, time
 from pathlib import Path
 from datamodules.locks import in_use
 with in_use(Path(sys.argv[1])):
-    if os.fork():
+    if not os.fork():  # its worker, which has let the lock go
         print("held", flush=True)
     time.sleep(100)
 """
