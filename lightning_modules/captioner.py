@@ -124,7 +124,8 @@ class Captioner:
             self.processor = AutoProcessor.from_pretrained(self.name, **trusted)
             config = AutoConfig.from_pretrained(self.name, **trusted)
             with init_empty_weights():
-                empty = AutoModelForImageTextToText.from_config(config).requires_grad_(False)
+                empty = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+                empty.requires_grad_(False)
             if repository_file(self.name, "generation_config.json", self.revision):
                 empty.generation_config = GenerationConfig.from_pretrained(self.name, revision=self.revision)
         if not getattr(self.processor, "chat_template", None):

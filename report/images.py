@@ -160,7 +160,10 @@ def file_names(keys: Sequence[str]) -> dict[str, str]:
 def sample_files(run: RunFolder, last: float = math.inf) -> dict[int, dict[str, Path]]:
     """Return a run's sample images up to a step, by step and name."""
     folders = {step: folder for step, folder in run.sampled_steps().items() if step <= last}
-    return {step: {path.stem: path for path in sorted(folder.glob("*.png"))} for step, folder in folders.items()}
+    return {
+        step: {path.stem: path for path in sorted(folder.glob("*.png")) if path.name.isprintable()}
+        for step, folder in folders.items()
+    }
 
 
 def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Path, int], str]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from datamodules.files import read_bytes, reading, replacing
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 2000  # of a curve at most
+MOST_BYTES, MOST_ROWS = 2**26, 300_000  # of a table that is read as a whole
 COLORS = "abcdef"
 
 
@@ -40,8 +41,11 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         return []
     with reading(path, "repair or remove it"):
-        text = io.StringIO(read_bytes(path).decode(), newline="")
-        return [row for row in csv.DictReader(text) if None not in (*row, *row.values())]
+        text = read_bytes(path, MOST_BYTES).decode()
+        if text.count("\n") > MOST_ROWS:
+            raise ValueError(f"it has more than {MOST_ROWS:,} rows")
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        return [row for row in rows if None not in (*row, *row.values())]
 
 
 def last_metrics(path: Path) -> dict[str, str]:

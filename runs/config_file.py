@@ -13,10 +13,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
+from datamodules.errors import UserError
 from datamodules.files import read_bytes, reading, replacing
 
-# Bounds of a file, whose aliases of aliases would take hours: bytes, and levels of mappings and lists.
-MOST_BYTES, MOST_LEVELS = 2**20, 50
+# Bounds of a file, whose aliases of aliases would take hours: bytes, levels of mappings and lists, letters of an
+# interpolation, and what may be a number.
+MOST_BYTES, MOST_LEVELS, MOST_LETTERS = 2**20, 50, 1000
+LONG_NUMBER = re.compile(r"[-+.:_\da-fA-FxoO]{100,}")
 # The start of the last line, which ends in the signature.
 SIGNED = b"# written by this machine: "
 KEY_LETTERS = 64
@@ -33,14 +36,15 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 class _Foreign(_Loader):
-    """YAML in which a text keeps an interpolation by another function, or the second of several as it is.
+    """YAML in which a text keeps an interpolation by another function, a long one, and several, as they are.
 
-    The number of interpolations could double from setting to setting.
+    Their number could double from setting to setting.
     """
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         text = super().construct_scalar(node)
-        return text.replace("${", "$ {") if text.count("${") > 1 or calls_another_function(text) else text
+        unsafe = text.count("${") > 1 or calls_another_function(text) or len(text) > MOST_LETTERS
+        return text.replace("${", "$ {") if unsafe else text
 
 
 def write_config(path: Path, settings: dict[str, Any]) -> None:
@@ -68,8 +72,9 @@ def read_config(path: Path, remedy: str = "repair or remove it", loader: type[_L
         text, level = read_bytes(path, MOST_BYTES), 0
         for event in yaml.parse(text, loader):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if level > MOST_LEVELS or isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-                raise ValueError("an alias, a tag, or too many levels")
+            long = LONG_NUMBER.fullmatch(getattr(event, "value", ""))
+            if level > MOST_LEVELS or isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) or long:
+                raise ValueError("an alias, a tag, a number of many digits, or too many levels")
         return dict(yaml.load(text, loader))
 
 
@@ -82,17 +87,18 @@ def interpolated(path: Path, remedy: str = "repair or remove it") -> DictConfig:
 
 
 def calls_another_function(text: str) -> bool:
-    """Return whether a text has an interpolation other than ${KEY} and those of `RESOLVERS`."""
-    return any(not KNOWN.match(text, found.start()) for found in re.finditer(r"\$\{", text))
+    """Return whether a text has an interpolation other than ${KEY} and those of `RESOLVERS`, or one with a mapping."""
+    unknown = (not KNOWN.match(text, found.start()) for found in re.finditer(r"\$\{", text))
+    return "${" in text and ("{" in text.replace("${", "") or any(unknown))
 
 
 def _signature(text: bytes) -> bytes:
     """Return a signature by this user's key, which is created at its first use; "" if the home folder keeps none."""
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError, RuntimeError, UserError):
         path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "retouch", "key")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError), open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(secrets.token_hex().encode())
-        if len(key := path.read_bytes()) == KEY_LETTERS:
-            return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
+        if not path.is_file() or path.stat().st_size != KEY_LETTERS:
+            with replacing(path, private=True) as temporary:
+                temporary.write_text(secrets.token_hex())
+        return hmac.new(path.read_bytes(), text, hashlib.sha256).hexdigest().encode()
     return b""

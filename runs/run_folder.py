@@ -130,7 +130,10 @@ class RunFolder:
 
     def ask(self, name: str) -> None:
         """Request one of `REQUESTS` from the running run; raises FileNotFoundError if it does not train."""
-        (self.requests / REQUESTS[REQUESTS.index(name)]).touch()
+        request = self.requests / REQUESTS[REQUESTS.index(name)]
+        if self.requests.is_symlink() or request.is_symlink():
+            raise FileNotFoundError(f"{request} is a link")
+        request.touch()
 
     def close_requests(self) -> None:
         """Remove all requests, and their folder unless it contains other files."""

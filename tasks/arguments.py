@@ -69,7 +69,8 @@ def read_values(settings: Sequence[str], script: str) -> list[str]:
         key = one.partition("=")[0]
         start = re.split("[./]", key.lstrip("+~"))[0]
         private = start in ("hydra", TRUST[:-1], *OF_A_START) or SECRET.search(key)
-        if private or not (VALUE_KEY.fullmatch(key) and one.isprintable()):
+        elsewhere = start == "logger" and "." in key and not declared(script).knows(key.lstrip("+~"))  # to a server
+        if private or elsewhere or not (VALUE_KEY.fullmatch(key) and one.isprintable()):
             refuse(one)
     arguments = read_arguments([*settings, "--cfg", "job"], script)[:-2]  # as if only shown: without a line in the log
     for override in OverridesParser.create().parse_overrides(arguments):
@@ -180,8 +181,11 @@ def _split(arguments: Sequence[str], script: str, trusted: bool) -> tuple[list[s
     found, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         refuse(f"{unknown[0]}: there is no such option")
-    if found.config_path is not None and not trusted:
-        require_own(CONF.parent / found.config_path / f"{(found.config_name or script).removesuffix('.yaml')}.yaml")
+    name = f"{(found.config_name or script).removesuffix('.yaml')}.yaml"
+    if not trusted and (found.config_path is not None or Path(name).name != name):
+        require_own(CONF.parent / (found.config_path or CONF) / name)
+    if not trusted and found.experimental_rerun is not None:  # a pickle
+        require_own(Path(found.experimental_rerun))
     settings = list(found.overrides)
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):

@@ -91,7 +91,7 @@ _SETTINGS: dict[Number, str] = {
     COUNT: """
         trainer.num_nodes trainer.max_steps trainer.accumulate_grad_batches trainer.log_every_n_steps
         model.optimization.max_nonfinite_steps model.sampling.num_inference_steps
-        data.batch_size data.preview_count data.crop_count data.source.count keep_checkpoints
+        data.batch_size data.preview_count data.crop_count keep_checkpoints
         callbacks.validation.patience
         callbacks.lora_checkpoint.keep_checkpoints
         adapter.rank objective.preserve.every scheduler.num_training_steps
@@ -127,6 +127,7 @@ _SETTINGS: dict[Number, str] = {
     replace(POSITIVE, also=("dynamic", None)): "model.timesteps.shift",
     Number(): "model.timesteps.logit_mean",
     Number(1): "objective.contrastive_guidance",
+    Number(1, 100_000, whole=True): "data.source.count",
     RESOLUTION: "model.resolution",
     replace(RESOLUTION, also=(None, list)): "data.resolution",
     Number(16, whole=True, multiple=16, also=(None,)): "height width",

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from datamodules.errors import UserError
 from lightning_modules.pretrained import single_file
-from lightning_modules.pretrained.repository import component_class
+from lightning_modules.pretrained.repository import component_class, component_config
 from report.images import read_strip
 from report.quoting import literal
 from runs.run_folder import RunFolder
@@ -52,6 +52,8 @@ class Touch(Callback):
         f"data.root=[{{path: {EVIL}}}]",
         f"+callbacks.mine={EVIL}",
         "+callbacks.mine._target_=os.system",
+        '+callbacks.mine="${oc.select:x,{_target_:os.system,_args_:[id]}}"',
+        "+logger.wandb.settings={base_url: https://elsewhere}",
         "callbacks.report._target_=os.system",
         "model._target_=os.system",
         "+trainer._partial_=true",
@@ -177,6 +179,28 @@ def test_trust_is_true_or_false():
 
 
 # Files.
+
+
+@pytest.mark.parametrize("more", [["-cn", "../../{}/config"], ["--experimental-rerun", "{}/config.pickle"]])
+def test_no_other_option_composes_a_file_of_a_stranger(run, tmp_path, more):
+    line = run("train", *(one.format(tmp_path) for one in more), ok=False).error
+    assert "then add trust=true" in line
+
+
+def test_a_base_names_no_kernel_of_the_hub(tmp_path):
+    """transformers would load its code."""
+    (tmp_path / "text_encoder").mkdir()
+    evil = {"_attn_implementation_internal": "evil/kernel", "a": 1}
+    (tmp_path / "text_encoder/config.json").write_text(json.dumps({**evil, "text_config": evil}))
+    (tmp_path / "model_index.json").write_text(json.dumps({"text_encoder": ["transformers", "Qwen3Model"]}))
+    assert component_config(str(tmp_path), "text_encoder") == {"a": 1, "text_config": {"a": 1}}
+
+
+@pytest.mark.parametrize("entry", [5, None, ["diffusers"], ["diffusers", ["a"]], [["x"], "y"], {}])
+def test_a_damaged_index_of_a_base_is_one_line(tmp_path, entry):
+    (tmp_path / "model_index.json").write_text(json.dumps({"vae": entry}))
+    with pytest.raises(UserError, match="vae names "):
+        component_class(str(tmp_path), "vae")
 
 
 @pytest.mark.parametrize("named", [["os", "system"], ["torch.utils.collect_env", "run"], ["diffusers", "logging"]])

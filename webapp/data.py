@@ -110,7 +110,9 @@ class DataPage:
             if run := form.get("run"):
                 asked = asked_by(self.shelf.get(str(run)), "predict")
                 lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
-                words = [line for line in lines if re.match(r"\+?data[.=]|model(\.pretrained\w*)?=", line)]
+                # Without the folders that are written to: a run may come from elsewhere.
+                pattern = r"\+?data(?!\.source\.folder|\.cache_dir)[.=]|model(\.pretrained\w*)?="
+                words = [line for line in lines if re.match(pattern, line)]
             if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
                 remedy = "Leave it out." if "=" in others[0] else f"Write data.root={others[0]}."
                 raise UserError(f"{others[0]}: it is no setting of data or model. {remedy}")

@@ -14,6 +14,7 @@ import psutil
 from datamodules.errors import UserError, printable
 from datamodules.files import read_bytes, reading, reason, replacing
 from datamodules.locks import LOCK, Holder, holder, in_use, lock_content, open_own
+from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 from tasks.arguments import read_values
 
@@ -83,8 +84,8 @@ class Jobs:
         if not self._queue.is_file():
             return {}
         with reading(self._queue, "remove it"):
-            content = json.loads(read_bytes(self._queue))
-            return {run: list(map(str, arguments)) for run, arguments in content.items()}
+            content = json.loads(read_bytes(self._queue, MOST_BYTES))
+            return {printable(run): [printable(str(one)) for one in arguments] for run, arguments in content.items()}
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, list[str]]]:

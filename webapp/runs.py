@@ -175,7 +175,8 @@ def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 def _thumb(run: RunFolder) -> str:
     """Return step and name of the newest sample image, for its address; "" without one."""
     for step, folder in reversed(run.sampled_steps().items()):
-        if (first := min(folder.glob("[!.]*.png"), default=None)) is not None:
+        named = (path for path in folder.glob("[!.]*.png") if path.name.isprintable())
+        if (first := min(named, default=None)) is not None:
             return f"{step}/{first.stem}"
     return ""
 

@@ -62,7 +62,8 @@ class TryPage:
         name, (alive, lines) = request.query_params.get("run"), self.state()
         runs = {} if "hx-request" in request.headers else self.shelf.runs()  # else each look for progress lists them
         files = [file for run in runs.values() for file in run.path.glob("lora/*/pytorch_lora_*")]
-        loras = sorted({str(folder) for file in files for folder in (file.parent, file.parents[2])})
+        names = {str(folder) for file in files for folder in (file.parent, file.parents[2])}
+        loras = sorted(filter(str.isprintable, names))
         run = name and self.shelf.get(name)
         return page("try.html", tab="try", tries=self, loras=loras, run=run, alive=alive, lines=lines)
 

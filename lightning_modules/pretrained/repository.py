@@ -117,9 +117,15 @@ def component_origin(repository: str, name: str, revision: str | None = None) ->
 
 
 def component_config(repository: str, name: str, revision: str | None = None) -> dict[str, Any]:
-    """Read a component's config.json; errors as in `repository_json`."""
+    """Read a component's config.json, without kernels of the hub, which are code; errors as in `repository_json`."""
     origin, revision, subfolder = component_origin(repository, name, revision)
-    return repository_json(origin, f"{subfolder}/config.json".lstrip("/"), revision)
+    return _without_kernels(repository_json(origin, f"{subfolder}/config.json".lstrip("/"), revision))
+
+
+def _without_kernels(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_kernels(value) for key, value in config.items() if "_implementation" not in key}
 
 
 def repository_json(repository: str, filename: str, revision: str | None) -> dict[str, Any]:
@@ -141,9 +147,11 @@ def component_class(repository: str, name: str, revision: str | None = None) -> 
     index = read_index(repository, revision)
     if name not in index:
         raise UserError(f"{repository} has no component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
-    library, class_name, *_ = index[name]
-    found: Any = getattr(importlib.import_module(library), class_name, None) if library in LIBRARIES else None
-    if not hasattr(found, "from_pretrained"):  # a repository may come from anywhere
+    library, class_name, *_ = [*index[name], None, None] if isinstance(index[name], list) else (index[name], None)
+    found: Any = None
+    if isinstance(class_name, str) and library in LIBRARIES:  # a repository may come from anywhere
+        found = getattr(importlib.import_module(library), class_name, None)
+    if not hasattr(found, "from_pretrained"):
         raise UserError(f"{repository}: {name} names {library}.{class_name}, no model of {' or '.join(LIBRARIES)}")
     return found
 

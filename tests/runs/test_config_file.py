@@ -45,6 +45,15 @@ def test_nobody_else_reads_the_key_and_without_a_home_nothing_is_own(config, tmp
     assert not is_own(config)
 
 
+def test_a_damaged_key_is_replaced(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "retouch").mkdir()
+    (tmp_path / "retouch/key").touch()
+    assert not is_own(config)
+    write_config(config, {"a": 1})
+    assert is_own(config)
+
+
 def test_content_is_omegaconfs(config):
     assert read_config(config) == OmegaConf.to_container(OmegaConf.load(config))
     assert interpolated(config).a.d == os.environ["HOME"], "an own file says what the command line said"
@@ -59,6 +68,8 @@ def test_content_is_omegaconfs(config):
         pytest.param("a: " + "x" * 2**21, id="size"),
         pytest.param("a: !!python/object/apply:os.system [id]", id="object"),
         pytest.param("a: !!set {x}", id="set"),
+        pytest.param("a: " + ":".join(["1"] * 1000), id="number of base 60"),
+        pytest.param("a: 0x" + "F" * 20_000, id="number of 20,000 digits"),
         pytest.param("a: !!binary aGk=", id="binary"),
         pytest.param("- 1", id="list"),
         pytest.param("null", id="nothing"),
@@ -90,6 +101,8 @@ def test_settings_of_another_machine_read_no_environment_and_become_no_settings(
         "inner": "${when:x,1,${oc.env:SECRET_TOKEN}}",
         "built": "${oc.${name}:SECRET_TOKEN}",
         "key": "${a[${oc.env:SECRET_TOKEN}]}",
+        "mapping": "${oc.select:zz,{_target_:os.system}}",
+        "long": "${when:x," + "a," * 1000 + "b}",
         "decode": "${oc.decode:'{_target_: os.system}'}",
     }
     path.write_text(OmegaConf.to_yaml({**texts, "name": "env", "x": 1, **doubled, "a40": "x", "plain": "${x}"}))

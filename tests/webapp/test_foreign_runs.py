@@ -10,6 +10,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from starlette.testclient import TestClient
 
+from datamodules.errors import printable
 from datamodules.locks import lock_content
 from tests.support.harm import BILLION_LAUGHS, payload, typed
 from tests.webapp.conftest import BASE, write_run
@@ -64,6 +65,10 @@ def content(text):
         pytest.param("metrics.csv", content('step,loss\n"1\n\0'), id="open quote"),
         pytest.param("metrics.csv", content("step,loss,loss_avg,samples_per_second\n1e999,x,inf,\n"), id="figures"),
         pytest.param("validation.csv", content("step,psnr,val_loss\nnan,inf,1e400\n"), id="not finite"),
+        pytest.param("metrics.csv", content("step\n" + "1\n" * 300_001), id="many rows"),
+        pytest.param(
+            "config.yaml", content("trainer: {max_steps: 0x" + "F" * 20_000 + "}"), id="number of 20,000 digits"
+        ),
         pytest.param("report.html", content("\xff\xfe\x00"), id="report is not UTF-8"),
     ],
 )
@@ -92,6 +97,15 @@ def test_a_run_that_is_removed_meanwhile_is_not_there(client, outputs, monkeypat
 )
 def test_a_name_is_that_of_a_run_or_not_found(client, outputs, name):
     assert client.get("/run", params={"run": name}).status_code == 404
+
+
+def test_names_that_are_no_text_hide_no_other_run(client, outputs):
+    bad = write_run(outputs / "bad", 4, "x")
+    for place in ("samples/step-000004/\udcff.png", "lora/\udcff/pytorch_lora_weights.safetensors"):
+        (bad.path / place).parent.mkdir(parents=True, exist_ok=True)
+        (bad.path / place).write_bytes((bad.samples_of(4) / "one.png").read_bytes())
+    for address in ("/runs", "/run?run=bad", "/try", "/compare?run=bad&run=first"):
+        assert client.get(address).status_code == 200
 
 
 # Locks and logs.
@@ -129,6 +143,20 @@ def test_the_output_of_a_command_is_appended_to_no_link(client, outputs, tmp_pat
     assert "add trust=true" in answer.text, "the settings of bad were not written by this machine"
 
 
+def test_a_request_is_written_through_no_link(outputs, tmp_path):
+    run, elsewhere = write_run(outputs / "bad", 4, "x"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run.requests.symlink_to(elsewhere)
+    with pytest.raises(FileNotFoundError):
+        run.ask("stop")
+    run.requests.unlink()
+    run.requests.mkdir()
+    (run.requests / "stop").symlink_to(elsewhere / "new")
+    with pytest.raises(FileNotFoundError):
+        run.ask("stop")
+    assert not list(elsewhere.iterdir())
+
+
 # The queue.
 
 
@@ -139,7 +167,7 @@ def test_a_queue_that_somebody_wrote_starts_nothing_and_holds_up_nobody(client, 
     entries = {
         f"{top}/../elsewhere": [f"output_dir={top}/../elsewhere"],
         "/etc/run": ["output_dir=/etc/run"],
-        f"{top}/a\0b": [f"output_dir={top}/a\0b"],
+        f"{top}/\ud800": [f"output_dir={top}/x"],
         f"{top}/.queue": [f"output_dir={top}/.queue"],
         f"{top}/none": [],
         f"{top}/other": ["output_dir=/elsewhere"],
@@ -154,7 +182,7 @@ def test_a_queue_that_somebody_wrote_starts_nothing_and_holds_up_nobody(client, 
     jobs.start_next()
     jobs.start_next()
     assert started == [f"{top}/good"]
-    assert jobs.waiting().keys() == jobs.failed.keys() == entries.keys() - {f"{top}/good"}
+    assert jobs.waiting().keys() == jobs.failed.keys() == {*map(printable, entries)} - {f"{top}/good"}
     assert (outputs / ".queue/waiting.json").stat().st_mode & 0o777 == 0o600, "it contains passwords of URLs"
 
 
