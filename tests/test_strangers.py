@@ -2,14 +2,18 @@
 
 import json
 import logging
+import os
 import re
 import struct
+from contextlib import suppress
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from PIL import EpsImagePlugin, Image
 
 from datamodules.errors import UserError
+from datamodules.images.decoding import open_image
 from lightning_modules.pretrained import single_file
 from lightning_modules.pretrained.repository import component_class, component_config
 from report.images import read_strip
@@ -208,6 +212,22 @@ def test_a_base_names_models_of_diffusers_and_transformers_only(tmp_path, named)
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", "vae": named}))
     with pytest.raises(UserError, match=f"vae names {named[0]}.{named[1]}, no model of diffusers or transformers"):
         component_class(str(tmp_path), "vae")
+
+
+def test_an_image_is_given_to_no_other_program(tmp_path, monkeypatch):
+    """PIL has Ghostscript run the PostScript in a file of any name."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'marker'}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    lines = ["%!PS-Adobe-3.0 EPSF-3.0", "%%BoundingBox: 0 0 64 64", "%%EndComments", "showpage", "%%EOF", ""]
+    (tmp_path / "photo.png").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="it is empty or no image"):
+        open_image(tmp_path / "photo.png")
+    assert not (tmp_path / "marker").exists()
+    with suppress(OSError), Image.open(tmp_path / "photo.png") as image:  # as PIL alone does
+        image.load()
+    assert (tmp_path / "marker").exists()
 
 
 def gguf(kind, count):

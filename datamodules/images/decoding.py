@@ -31,6 +31,8 @@ MOST_PIXELS = 2**24
 ONE_LARGE = Lock()
 # An image may be reduced by a whole factor to this multiple of the wanted sides before it is resized.
 REDUCING_GAP = 3
+# Formats that are read, whatever a file's name: PIL gives others, such as EPS, to programs like Ghostscript.
+RASTERS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # Formats that may hold several images. Further images in a phone's JPEG (MPO) are not meant to be seen.
 MOVING = ("GIF", "PNG", "WEBP", "TIFF")
 # Errors of PIL for files that are no images, end early or are damaged, and of LittleCMS for profiles.
@@ -82,7 +84,7 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
     try:
         if isinstance(path, Path):
             require_file(path)
-        with Image.open(path if isinstance(path, Path) else path.open()) as image:
+        with Image.open(path if isinstance(path, Path) else path.open(), formats=RASTERS) as image:
             if image.mode == "F":
                 raise ValueError("its pixels are floating-point numbers, save it with 8 or 16 bits")
             yield image
