@@ -32,6 +32,8 @@ NOTIFY = "RETOUCH_NOTIFY"  # the variable with the addresses
 TRUST = "trust="
 # A key that settings from outside of conf/ and the command line may have.
 VALUE_KEY = re.compile(r"(\+{0,2}|~)[A-Za-z]\w*([./][A-Za-z]\w*)*", re.ASCII)
+# The one other setting of conf/ that names a function.
+FUNCTION = "objective.loss.path"
 # Options of a command with a config of its own, or of a sweep.
 NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
@@ -91,6 +93,8 @@ def check_choice(group: str, chosen: Any, choices: Sequence[str]) -> None:
 
 def _function_in(value: Any, key: str) -> str | None:
     """Return the key of what is no value: _target_ and the like, another resolver, a sweep; None if all are values."""
+    if key == FUNCTION:
+        return key
     if isinstance(value, dict):
         found = (
             f"{key}.{name}" if str(name).startswith("_") else _function_in(value[name], f"{key}.{name}")

@@ -105,7 +105,7 @@ def test_address_in_a_config_of_ones_own_is_not_copied(run, inbox, quick, tmp_pa
     run("train", *quick, "logger=[tensorboard,csv]")
     config.parent.mkdir()
     config.write_text((tmp_path / "run/config.yaml").read_text().replace("notify: null", f"notify: [{address}]"))
-    run("train", "-cp", str(config.parent), "-cn", "config", f"output_dir={tmp_path / 'again'}")
+    run("train", "-cp", str(config.parent), "-cn", "config", f"output_dir={tmp_path / 'again'}", "trust=true")
     assert [message["title"] for _, message in received] == [f"{tmp_path.name}/again is finished"]
     assert len([*tmp_path.glob("again/**/hparams.yaml")]) == 2
     assert files_with(SECRET, tmp_path) == [config]

@@ -20,10 +20,10 @@ from report.images import read_strip
 from report.quoting import literal
 from runs.run_folder import RunFolder
 from tasks import uploads
-from tasks.arguments import read_arguments, read_values
+from tasks.arguments import FUNCTION, read_arguments, read_values
 from tasks.check_keys import declared
 from tasks.terminal import configure_logging
-from tests.support.commands import lora_bytes, short
+from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.harm import payload, typed
 from tests.support.pictures import make_pairs, photograph
 
@@ -56,6 +56,9 @@ class Touch(Callback):
         f"data.root=[{{path: {EVIL}}}]",
         f"+callbacks.mine={EVIL}",
         "+callbacks.mine._target_=os.system",
+        "objective.loss.path=os.system",
+        "objective.loss={path: os.system}",
+        "++objective={loss: {path: os.system}}",
         '+callbacks.mine="${oc.select:x,{_target_:os.system,_args_:[id]}}"',
         "+logger.wandb.settings={base_url: https://elsewhere}",
         "callbacks.report._target_=os.system",
@@ -174,6 +177,14 @@ def test_own_runs_with_own_callbacks_resume_and_extend_without_trust(run, tiny, 
     assert (tmp_path / "touched").exists()
     run("train", "-cp", str(tmp_path / "run"), "-cn", "config", f"output_dir={tmp_path / 'again'}")
     assert lora_bytes(tmp_path / "again") == lora_bytes(tmp_path / "run")
+
+
+def test_every_setting_that_conf_reads_as_the_name_of_a_function_is_known():
+    getters = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
+    files = {path: OmegaConf.load(path) for path in (ROOT / "conf").rglob("*.yaml")}
+    found = [path for path, content in files.items() if any(one in str(content) for one in getters)]
+    assert [path.relative_to(ROOT / "conf").as_posix() for path in found] == ["objective/loss/mse.yaml"]
+    assert FUNCTION == "objective.loss.path"
 
 
 def test_trust_is_true_or_false():

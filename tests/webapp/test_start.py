@@ -187,10 +187,11 @@ def test_dry_run_is_that_of_the_command_line_and_ends_the_one_before(client, run
     mistake = run("train", "data.root=nowhere", f"output_dir={tmp_path / 'x'}", "task=dry_run", ok=False).error
     assert mistake == f"error: {html.unescape(re.sub('<.*?>', '', plan(client, **form).text))}".rstrip()
     with ThreadPoolExecutor() as pool:
-        older = pool.submit(plan, client)
+        older, of_another_window = pool.submit(plan, client), pool.submit(plan, client, window="other")
         time.sleep(0.5)
         text = plan(client, **{"adapter.rank": "4"}).text
         assert older.result().status_code == 204
+        assert "LoRA rank 16" in of_another_window.result().text
     assert "LoRA rank 4" in text
     assert all(f" {name} " in text for name in ("time", "disk", "GPU in all"))
 
