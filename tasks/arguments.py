@@ -112,8 +112,8 @@ def require_own(config: Path) -> None:
     """Raise a UserError if another machine wrote a run's settings, or somebody has changed them."""
     if not is_own(config):
         raise UserError(
-            f"{config}: this machine has not written it, and such settings can call any function. Look through it, "
-            f"then add {TRUST}true."
+            f"{config}: another machine wrote it, or somebody has edited it, and its settings can call any function. "
+            f"Look through it, then add {TRUST}true."
         )
 
 
