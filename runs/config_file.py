@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from datamodules.errors import UserError
@@ -78,12 +78,12 @@ def read_config(path: Path, remedy: str = "repair or remove it", loader: type[_L
         return dict(yaml.load(text, loader))
 
 
-def interpolated(path: Path, remedy: str = "repair or remove it") -> DictConfig:
-    """Return the settings in a file, whose values may be looked up; errors as in `read_config`.
+def resolvable(path: Path, remedy: str = "repair or remove it") -> dict[str, Any]:
+    """Return the settings in a file for OmegaConf, which may resolve their interpolations; errors as in `read_config`.
 
     In a file of another machine the functions are those of `RESOLVERS`.
     """
-    return OmegaConf.create(read_config(path, remedy, _Loader if is_own(path) else _Foreign))
+    return read_config(path, remedy, _Loader if is_own(path) else _Foreign)
 
 
 def calls_another_function(text: str) -> bool:

@@ -147,7 +147,8 @@ class RunFolder:
         found = {}
         for path in (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names):
             name = path.relative_to(self.path).as_posix()
-            if name.isprintable() and "/." not in f"/{name}" and path.parent != self.requests and not path.is_symlink():
+            shown = name.isprintable() and "/." not in f"/{name}" and path.parent != self.requests
+            if shown and path.is_file() and not path.is_symlink():
                 with suppress(FileNotFoundError):  # removed since
                     facts = path.stat()
                     found[name] = [facts.st_size, facts.st_mtime_ns]

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import reading
 from report.quoting import SECRET, flat_settings, program
-from runs.config_file import interpolated, read_config
+from runs.config_file import read_config, resolvable
 from runs.run_folder import End, RunFolder
 from tasks.terminal import is_first_process, log
 
@@ -153,7 +153,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         return
     remedy = "remove the file, to resume without comparing the settings"
     with reading(run.config, remedy):
-        saved, earlier = interpolated(run.config, remedy), read_config(run.config, remedy)
+        saved, earlier = OmegaConf.create(resolvable(run.config, remedy)), read_config(run.config, remedy)
         if lacking := {"adapter", "optimizer", "scheduler", "model", "data"} - earlier.keys():
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     configs = [(saved, flat_settings(earlier)), (OmegaConf.create(settings), flat_settings(settings))]

@@ -28,7 +28,7 @@ from datamodules.locks import LOCK
 from report.images import opened_png, read_strip, sample_files, sample_rows
 from report.quoting import flat_settings, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
-from runs.config_file import interpolated, read_config
+from runs.config_file import read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder
 from tasks.arguments import require_own
 from tasks.resuming import OF_A_START
@@ -106,7 +106,7 @@ def _settings(path: Path, modified: int) -> dict[str, Any]:
 @lru_cache(1000)
 def _max_steps(path: Path, modified: int) -> Any:
     """Return the steps of a run, which may refer to another setting."""
-    return OmegaConf.select(interpolated(path), "trainer.max_steps", throw_on_resolution_failure=False)
+    return OmegaConf.select(OmegaConf.create(resolvable(path)), "trainer.max_steps", throw_on_resolution_failure=False)
 
 
 def state_of(run: RunFolder) -> str:
@@ -162,8 +162,7 @@ def tail(path: Path) -> str:
 def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between runs, each with its values; those of a start are left out."""
     flat = [flat_settings(shareable(settings_of(run))) for run in runs]
-    found = [OmegaConf.to_container(interpolated(run.config)) if run.config.is_file() else {} for run in runs]
-    configs = [OmegaConf.create(shareable(one)) for one in found]
+    configs = [OmegaConf.create(shareable(resolvable(run.config) if run.config.is_file() else {})) for run in runs]
     rows = []
     for key in sorted({key for one in flat for key in one if key.partition(".")[0] not in OF_A_START}):
         if len({str(one.get(key)) for one in flat}) > 1:  # as written; resolving all takes seconds

@@ -193,7 +193,7 @@ class StartPage:
             )
         _, printed = process.communicate()
         with self._one_thread:
-            if self._plans[window] is process:
+            if self._plans.get(window) is process:
                 del self._plans[window]
         if process.returncode < 0:  # ended by the next one
             return Response(status_code=204)

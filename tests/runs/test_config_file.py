@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from datamodules.errors import UserError
-from runs.config_file import RESOLVERS, interpolated, is_own, read_config, write_config
+from runs.config_file import RESOLVERS, is_own, read_config, resolvable, write_config
 from tests.support.commands import ROOT
 from tests.support.harm import BILLION_LAUGHS
 
@@ -56,7 +56,7 @@ def test_a_damaged_key_is_replaced(config, tmp_path, monkeypatch):
 
 def test_content_is_omegaconfs(config):
     assert read_config(config) == OmegaConf.to_container(OmegaConf.load(config))
-    assert interpolated(config).a.d == os.environ["HOME"], "an own file says what the command line said"
+    assert OmegaConf.create(resolvable(config)).a.d == os.environ["HOME"], "an own file says what the command line said"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_settings_of_another_machine_read_no_environment_and_become_no_settings(
         "decode": "${oc.decode:'{_target_: os.system}'}",
     }
     path.write_text(OmegaConf.to_yaml({**texts, "name": "env", "x": 1, **doubled, "a40": "x", "plain": "${x}"}))
-    cfg = interpolated(path)
+    cfg = OmegaConf.create(resolvable(path))
     assert all(OmegaConf.select(cfg, key) == text.replace("${", "$ {") for key, text in texts.items())
     assert cfg.a0 == "$ {a1}$ {a1}", "else 2 ** 40 letters"
     assert cfg.plain == 1
