@@ -117,6 +117,9 @@ class LoRACheckpoint(L.Callback):
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
         if module.objective is not None:
             header["objective"] = module.objective.name
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not all(root.caption_per_line for root in data.sample_set.roots):
+            header["caption_per_line"] = False
         if module.execution.training_adapter is not None:
             header["training_adapter"] = module.execution.training_adapter.name
         ema = module.optimization.ema

@@ -41,8 +41,8 @@ class Content(NamedTuple):
         known = [(role, hashed) for role, hashed in files if hashed is not None]
         if len(known) < len(files):
             return None
-        facts = [Facts(*hashed[5:]) for _, hashed in known]
-        usable = Usable(sample, facts[: 1 + len(sample.controls)])
+        facts = [Facts(*hashed[5:-1]) for _, hashed in known]
+        usable = Usable(sample, facts[: 1 + len(sample.controls)], any(hashed[-1] for _, hashed in known))
         if any(min(size) < SIDE_MULTIPLE for size in usable.sizes):  # it cannot be used
             return None
         read_as = [one.colours for one in facts]

@@ -3,6 +3,7 @@
 import glob
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,17 +17,19 @@ from datamodules.base import Model, PromptData, model_of
 from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import read_text
+from datamodules.images.captions import text_prompts
 from datamodules.images.decoding import image_size, verify_image
 from datamodules.images.folders import (
     FORMATS,
+    IMAGE_SUFFIXES,
     Listing,
     belongs_to_another,
     further_controls,
     is_image,
     stem_of,
-    text_prompts,
 )
-from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
+from datamodules.images.samples import CAPTION_SUFFIXES
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends
 
 log = logging.getLogger("retouch")
 
@@ -83,6 +86,7 @@ class EditsDataModule(PromptData):
         max_area: larger images are shrunk to this many pixels before the edit.
         batch_size: results of one image that are sampled at once.
         setting: the name of `image` in messages.
+        caption_per_line: treat each line of X.txt as a prompt, as in training.
 
     Attributes:
         edits: one for each request.
@@ -101,8 +105,10 @@ class EditsDataModule(PromptData):
         max_area: int,
         batch_size: int,
         setting: str = "image",
+        caption_per_line: bool = True,
     ) -> None:
         super().__init__()
+        self.caption_per_line = caption_per_line
         self.setting = setting
         shared = _read_prompts(prompt, prompts_file, required=image is None)
         listing_of = cache(Listing.of)
@@ -132,7 +138,7 @@ class EditsDataModule(PromptData):
             verify_image(path)
 
     def _own_prompts(self, path: Path, beside: Listing) -> list[str]:
-        prompts, _ = beside.captions(stem_of(path), per_line=True)
+        prompts, _ = beside.captions(stem_of(path), self.caption_per_line)
         if prompts:
             return list(prompts)
         otherwise = ', or pass prompt="make it snow"' if self.setting == "image" else ""
@@ -194,6 +200,9 @@ class EditsDataModule(PromptData):
         size = self.width or own[0], self.height or own[1]
         if self.condition_images.fits_target:
             windows = [self.condition_images.fitted(image_size(path), size) for path in paths]
+        elif not self.condition_images.sets_target:  # an image that the result extends has its scale, as in training
+            sizes = map(image_size, paths)
+            windows = [window_of(*o) if extends(size, o) else w for o, w in zip(sizes, windows, strict=True)]
         return windows, size
 
     def share(self) -> list[PromptedImage]:
@@ -253,6 +262,9 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
         raise UserError(f"{setting}={image}: the file is none of {FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
+    read = (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES)
+    others = Counter(f"*{one.suffix}" for one in found if one.is_file() and one.suffix.lower() not in read)
+    unread = f"{listing([f'{kind} ({count})' for kind, count in others.items()])}: none of {FORMATS}"
     edits = []
     for folder, names in itertools.groupby(sorted(one for one in found if is_image(one.name)), lambda one: one.parent):
         beside = {stem_of(one): one for one in folder.iterdir() if is_image(one.name)}
@@ -263,7 +275,10 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
             if path.is_file() or not belongs_to_another(stem_of(one), beside)
         ]
     if not edits:
-        raise UserError(f"{setting}={image}: no such file, and no image in a folder or glob of that name")
+        what = unread if others else "no image in it" if found or path.is_dir() else "no such file or folder"
+        raise UserError(f"{setting}={image}: {what}")
+    if others:
+        log.warning(f"note: {setting}={image}: left out {unread}")
     return edits
 
 

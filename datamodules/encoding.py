@@ -1,6 +1,6 @@
 """The samples that a cache lacks, to be encoded by trainer.predict."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
@@ -13,7 +13,7 @@ from datamodules.batch import PromptRequest, RawBatch
 from datamodules.contents import Content, Entry, entries_by_id, roles
 from datamodules.errors import UserError
 from datamodules.hashes import FileHashes, Hashed, hash_file
-from datamodules.images.decoding import image_facts
+from datamodules.images.decoding import image_facts, verify_mask
 from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
@@ -122,22 +122,23 @@ class EncodingDataModule(PromptData):
         )
 
 
-def hash_files(cache: Cache, rank: int, samples: Iterable[Sample]) -> FileHashes:
+def hash_files(cache: Cache, rank: int, samples: Sequence[Sample]) -> FileHashes:
     """Compute the checksums of the samples' files that are new or have changed, and return all known ones."""
     hashes = cache.file_hashes()
     paths = dict.fromkeys(path for sample in samples for _, path in roles(sample))
+    masks = {sample.mask for sample in samples}
     new = [path for path in paths if hashes.known(path) is None]
     if new:
         with ThreadPoolExecutor() as pool:
-            found = pool.map(_hash_if_readable, new)
+            found = pool.map(_hash_if_readable, new, (path in masks for path in new))
             cache.add_file_hashes(rank, (one for one in found if one is not None))
     return cache.file_hashes()
 
 
-def _hash_if_readable(path: ImageFile) -> Hashed | None:
+def _hash_if_readable(path: ImageFile, is_mask: bool) -> Hashed | None:
     """Return the facts to remember about a file: its signature, its checksum, and its `Facts`."""
     try:
-        return (*hash_file(path), *image_facts(path))
+        return (*hash_file(path), *image_facts(path), is_mask and verify_mask(path))
     except (OSError, UserError):
         return None
 

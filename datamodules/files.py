@@ -29,6 +29,8 @@ DAMAGED = (
     *(ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError),
     *(SyntaxError, ArithmeticError, struct.error, zlib.error, Image.DecompressionBombError, csv.Error),
 )
+# Characters that belong to no text: control characters except for white space, and halves of a character (surrogates).
+CONTROL = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 PICKLE = "a pickle of PyTorch"
@@ -156,14 +158,26 @@ def file_signature(path: Path | Packed) -> tuple[str, int, int, int]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, with or without a byte order mark; raises a UserError if it is none."""
+    """Return the text of a UTF-8 file, as `decoded`; raises a UserError if it is none."""
     try:
         require_file(path)
-        return path.read_text(encoding="utf-8-sig")
+        return decoded(path.read_bytes(), str(path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def decoded(content: bytes, name: str) -> str:
+    """Return UTF-8 as text without byte order marks; raises a UserError if it is none, or holds control characters."""
+    wide = content[:2] in (b"\xff\xfe", b"\xfe\xff") or content[:64].count(0) * 4 > len(content[:64])
+    kind = "it looks like UTF-16" if wide else ""
+    try:
+        text = content.decode().replace("\ufeff", "")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
+        raise UserError(f"{name} is not UTF-8 ({kind or f'byte {error.start}'}): save it as UTF-8") from error
+    if found := CONTROL.search(text):
+        what = kind or f"it holds the control character {found[0]!r}"
+        raise UserError(f"{name} is not UTF-8 text ({what}): save it as UTF-8")
+    return text
 
 
 def remove_temporary(paths: Iterable[Path]) -> None:

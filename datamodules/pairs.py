@@ -249,6 +249,8 @@ class PairsDataModule(DataModule):
         first = [View(one[0].sample, one[0].windows) for one in views]
         noun = _noun(view.size for view in first)
         roots = [self.sample_set.root(sample) for sample in samples]
+        if white := [str(one.sample.mask) for one in usable if one.white_mask]:
+            self.notes.append(f"{count_of(len(white), 'masks are white all over, without effect')}: {listing(white)}")
         self.notes += notes_on(first, [one.facts for one in usable], roots, self.sample_set.framing, noun)
         held = self.sample_set.held_out(samples, self.val_count, noun, checksum)
         self.validation = None

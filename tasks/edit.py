@@ -72,7 +72,8 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
     family: Any = get_class(cfg.model._target_)
-    data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales)
+    per_line = all((header or {}).get("caption_per_line", True) for header in headers)
+    data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales, per_line)
     cfg.model.transformer_name_or_path = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
     module = kept_or_new(cfg)
     module.sampler.loras, module.sampler.sampling = AppliedLoRAs(files, by_layer, weights), sampling
@@ -90,7 +91,9 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     log.info(f"done: {output_dir}")
 
 
-def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float]) -> EditsDataModule:
+def requests(
+    cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float], caption_per_line: bool = True
+) -> EditsDataModule:
     """Return all requested images: the product of images, prompts, seeds and scales."""
     if isinstance(cfg.prompts_file, ListConfig):
         raise UserError(
@@ -103,6 +106,7 @@ def requests(cfg: DictConfig, negative_prompt: str | None, lora_scales: list[flo
         negative_prompt=negative_prompt,
         seeds=list(dict.fromkeys(seed + i for seed in as_list(cfg, "seed") for i in range(cfg.num_images_per_prompt))),
         lora_scales=lora_scales,
+        caption_per_line=caption_per_line,
         **{name: cfg[name] for name in ("prompts_file", "height", "width", "max_area", "batch_size")},
     )
 

@@ -2,29 +2,32 @@
 
 import logging
 import math
+import re
 import struct
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.errors import UserError, printable
-from datamodules.files import DAMAGED, reason, require_file
+from datamodules.files import reason, require_file
+from datamodules.images.colours import HDR, ROUNDING, UNREADABLE, UNSPECIFIED, conversion
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile
 
 log = logging.getLogger("retouch")
 
 # Increase it when the same file gives other pixels: caches are then rebuilt.
-PREPROCESSING = 2
+PREPROCESSING = 3
 # Largest image to train on at its own size: 65,536 tokens, and attention is quadratic in them.
 MOST_PIXELS = 2**24
 # Threads that check files decode large ones one at a time: each takes gigabytes.
@@ -35,18 +38,17 @@ REDUCING_GAP = 3
 RASTERS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # Formats that may hold several images. Further images in a phone's JPEG (MPO) are not meant to be seen.
 MOVING = ("GIF", "PNG", "WEBP", "TIFF")
-# Errors of PIL for files that are no images, end early or are damaged, and of LittleCMS for profiles.
-UNREADABLE = (*DAMAGED, OSError, ImageCms.PyCMSError)
+# A marker in a JPEG that ends the pixels of a scan: no stuffed byte, restart or fill byte.
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+# Bytes that a JPEG without damage does not read as pixels.
+FILLER = bytes(range(1, 255)) * 16
+# Largest brightness of a mask that has its levels in the wrong range, as 0 and 1, and weights nothing.
+BLACK = 8
 # PIL warns of damaged EXIF and the like, which does not affect the pixels, and of half of the pixels that it reads.
 warnings.filterwarnings("ignore", module="PIL")
 
-# Tags of EXIF: the orientation; its two folders, and in these ColorSpace and InteroperabilityIndex.
+# Tag of EXIF.
 ORIENTATION = 0x0112
-EXIF, INTEROPERABILITY, COLOR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
-# Levels of 255 by which profiles of sRGB differ from each other: their tables are rounded.
-ROUNDING = 2
-ADOBE_RGB = Path(__file__).with_name("adobe_rgb.icc").read_bytes()
-SRGB, LAB = (ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in ("sRGB", "LAB"))
 
 Sides = tuple[int, int]
 
@@ -78,8 +80,8 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
     """Temporarily open an image file, without decoding it.
 
     Raises:
-        UserError: the file is no image, is damaged or ends early, has more pixels than PIL reads (179 million), or its
-            pixels are floating-point numbers, whose range is unknown.
+        UserError: the file is no image, is damaged or ends early, has more pixels than PIL reads (179 million), is HDR,
+            or its pixels are floating-point numbers, whose range is unknown.
     """
     try:
         if isinstance(path, Path):
@@ -87,6 +89,9 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
         with Image.open(path if isinstance(path, Path) else path.open(), formats=RASTERS) as image:
             if image.mode == "F":
                 raise ValueError("its pixels are floating-point numbers, save it with 8 or 16 bits")
+            _complete(image)
+            if image.info["cicp"][1] in HDR:
+                raise ValueError(f"it is HDR ({HDR[image.info['cicp'][1]]}), save it as sRGB")
             yield image
     except Image.DecompressionBombError as error:
         raise UserError(f"cannot read the image {path}: it has more than 179 megapixels, shrink it") from error
@@ -157,9 +162,8 @@ def image_facts(path: ImageFile) -> Facts:
     with opened(path) as image:
         width, height = image.size
         # PIL's getexif of a PNG would decode all pixels, to find chunks after them.
-        late = image.format == "PNG" and _has_text_after_pixels(path)
-        exif = image.getexif() if late else Image.Image.getexif(image)
-        if exif.get(ORIENTATION, 1) in range(5, 9):
+        exif = image.getexif() if image.info.get("late") else Image.Image.getexif(image)
+        if image.format != "TIFF" and exif.get(ORIENTATION, 1) in range(5, 9):  # PIL turns TIFF itself
             width, height = height, width
         frames = image.format in MOVING and getattr(image, "n_frames", 1) > 1
         transform, fault = conversion(image)
@@ -173,33 +177,103 @@ def _note_fault(path: str, fault: str) -> None:
     log.warning(f"note: {printable(path)}: its colour profile cannot be used ({fault}). Its colours are read as sRGB")
 
 
-def _has_text_after_pixels(png: ImageFile) -> bool:
-    """Return whether chunks that may hold EXIF follow the first one of pixels."""
-    pixels = False
-    with png.open("rb") as file:
-        file.seek(8)
-        while len(head := file.read(8)) == 8:
-            length, kind = struct.unpack(">I4s", head)
+def _complete(image: Image.Image) -> None:
+    """Add to an opened image's info what PIL does not read of its header.
+
+    `cicp`: the code points of its colours, UNSPECIFIED if it has none. Of a PNG `late`: whether chunks that may hold
+    EXIF follow the first one of pixels, and `transparency` in the range of PIL's pixels.
+    """
+    info, file = image.info, image.fp  # type: ignore[attr-defined]
+    hdr = re.search(rb"cicp\0{4}.([\x10\x12])", info.get("icc_profile") or b"", re.S)
+    cicp, pixels, depth, place = bytes((UNSPECIFIED, hdr[1][0], 0, 1)) if hdr else b"", False, 8, file.tell()
+    if image.format == "PNG":
+        for kind, _ in _chunks(file):
             pixels = pixels or kind == b"IDAT"
-            if pixels and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
-                return True
-            file.seek(length + 4, 1)
-    return False
+            if kind == b"IHDR":
+                depth = file.read(13)[8]
+            elif kind == b"cICP":
+                cicp = file.read(4)
+            elif pixels and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                info["late"] = True
+        hidden = info.get("transparency")
+        if isinstance(hidden, tuple) and depth == 16:
+            info["transparency"] = tuple(level >> 8 for level in hidden)
+        elif isinstance(hidden, int) and image.mode == "L" and depth < 8:
+            info["transparency"] = hidden * 255 // (2**depth - 1)
+    elif image.format == "AVIF":  # its decoder applies the matrix and the range
+        file.seek(0)
+        if found := re.search(rb"colrnclx\0(.)\0(.)", file.read(2**16), re.S):
+            cicp = b"".join(found.groups()) + b"\0\1"
+    file.seek(place)
+    info["cicp"] = tuple(cicp) if len(cicp) == 4 else (UNSPECIFIED, UNSPECIFIED, 0, 1)
+
+
+def _chunks(png: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yield the kind and the length of each chunk of a PNG, whose bytes come next in the file."""
+    place = 8
+    while png.seek(place) and len(head := png.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        yield kind, length
+        place += 12 + length
 
 
 def verify_image(path: ImageFile) -> None:
     """Find damage without decoding all pixels: in a JPEG at an eighth of its size, in a PNG by its checksums.
 
     Raises:
-        UserError: the file is unreadable or ends early.
+        UserError: the file is unreadable or ends early, or rows of pixels are missing.
     """
     with opened(path) as image:
         if image.format == "PNG":
+            missing = _missing_bytes(image.fp)  # type: ignore[attr-defined]
             image.verify()
+            if missing > 0:
+                raise EOFError("rows of its pixels are missing")
             return
-        image.draft("L", (image.width // 8, image.height // 8))
         with ONE_LARGE if image.width * image.height > MOST_PIXELS else nullcontext():
-            image.load()
+            small = _at_an_eighth(image)
+            if image.format in ("JPEG", "MPO"):
+                content = path.read_bytes() if isinstance(path, Path) else path.read()
+                end = _end_of_pixels(content)
+                # A decoder fills what is missing with grey, without a word; only then it reads the filler.
+                with Image.open(BytesIO(content[:end] + FILLER + content[end:]), formats=("JPEG",)) as filled:
+                    if small.tobytes() != _at_an_eighth(filled).tobytes():
+                        raise EOFError("a part of its pixels is missing")
+
+
+def _at_an_eighth(image: Image.Image) -> Image.Image:
+    """Decode an opened image, a JPEG at an eighth of its size, or at half if its pixels come in several scans."""
+    part = 2 if "progressive" in image.info else 8
+    image.draft("L", (image.width // part, image.height // part))
+    image.load()
+    return image
+
+
+def _end_of_pixels(jpeg: bytes) -> int:
+    """Return the position behind the last scan of the first image in a JPEG, at the marker of its end."""
+    place = 2
+    while place + 4 <= len(jpeg) and (kind := jpeg[place + 1]) != 0xD9:
+        place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
+        if kind == 0xDA:  # a scan
+            found = _MARKER.search(jpeg, place)
+            place = found.start() if found else len(jpeg)
+    return place
+
+
+def _missing_bytes(png: BinaryIO) -> int:
+    """Return the number of bytes that the pixels of a PNG lack once they are decompressed; up to 0 if none."""
+    unpacked, wanted = zlib.decompressobj(), 0
+    for kind, length in _chunks(png):
+        if kind == b"IHDR":
+            width, height, depth, colours, _, _, interlaced = struct.unpack(">IIBBBBB", png.read(13))
+            bits = depth * {2: 3, 4: 2, 6: 4}.get(colours, 1)
+            # Interlaced rows are divided, each part with a byte of its own: at least as many as the pixels have.
+            wanted = width * height * bits // 8 if interlaced else height * (1 + (width * bits + 7) // 8)
+        elif kind == b"IDAT":
+            packed = png.read(length)
+            while wanted > 0 and (some := unpacked.decompress(packed, 2**20)):
+                wanted, packed = wanted - len(some), unpacked.unconsumed_tail
+    return wanted
 
 
 # Pixels.
@@ -222,20 +296,22 @@ def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True, a
             width = image.width
             image.draft(None, (width // times, image.height // times))
             times //= round(width / image.width)
-        ImageOps.exif_transpose(image, in_place=True)
         image.load()
-        if isinstance(path, Alpha):
-            opaque = Image.new("L", image.size, 255)
-            return (image.convert("RGBA").getchannel("A") if image.has_transparency_data else opaque).convert("RGB")
-        transform = conversion(image)[0] if in_srgb else None
+        ImageOps.exif_transpose(image, in_place=True)
+        transform, opacity = conversion(image)[0] if in_srgb else None, _opacity(image)
         if image.mode.startswith("I"):  # 16 bits a pixel, whatever the byte order
             deep = np.asarray(image).clip(0, 2**16 - 1).astype(np.uint16)
             keeps_depth = transform is not None and transform.input_mode == "I;16"
             image = Image.fromarray(deep if keeps_depth else (deep >> 8).astype(np.uint8))
-        if image.mode in ("1", "P", "PA"):
-            image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         if transform is not None:
-            image = _converted(image, transform)
+            image = transform.apply(
+                image if image.mode == transform.input_mode else image.convert(transform.input_mode)
+            )
+        elif image.mode in ("1", "P", "PA"):
+            image = image.convert("RGB")
+        if opacity is not None:
+            image = image.convert("RGB")
+            image.putalpha(opacity)
         if times > 1:
             image = image.reduce(times)
         if alpha:
@@ -247,67 +323,48 @@ def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True, a
         return image.convert("RGB")
 
 
+def _opacity(image: Image.Image) -> Image.Image | None:
+    """Return the alpha channel of a decoded image; None if nothing is transparent."""
+    if not image.has_transparency_data:
+        return None
+    if image.mode.startswith("I"):
+        return Image.fromarray(np.where(np.asarray(image) == image.info["transparency"], 0, 255).astype(np.uint8))
+    return image.convert("RGBA").getchannel("A")
+
+
+def open_mask(path: ImageFile) -> Image.Image:
+    """Decode a mask to its brightness, or to its alpha channel if what is visible has one colour.
+
+    Raises:
+        UserError: the file is unreadable, or has both colours and transparent parts.
+    """
+    image = open_image(path, in_srgb=False, alpha=True)
+    colours, opacity = np.asarray(image)[..., :3], image.getchannel("A")
+    if isinstance(path, Alpha):
+        return opacity
+    if opacity.getextrema()[0] == 255:
+        return image.convert("L")
+    visible = colours[np.asarray(opacity) > 0]
+    if visible.size and np.ptp(visible, axis=0).max() > ROUNDING:
+        raise UserError(f"the mask {path} has colours and transparent parts: save it without an alpha channel")
+    return opacity
+
+
+def verify_mask(path: ImageFile) -> bool:
+    """Return whether a mask is white all over, so that it changes nothing.
+
+    Raises:
+        UserError: it is unreadable, or black all over.
+    """
+    levels = np.asarray(open_mask(path))
+    least, most = int(levels.min()), int(levels.max())
+    if most < BLACK:
+        what = "is black all over" if most == 0 else f"has levels of 0 to {most} of 255, as good as black"
+        raise UserError(f"the mask {path} {what}, so nothing would be trained: white is what counts")
+    return least == 255
+
+
 def to_tensor(image: Image.Image) -> Tensor:
     """Convert 8-bit RGB or RGBA to (C, H, W) in [-1, 1]."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
     return pixels.float().div_(255).mul_(2).sub_(1)
-
-
-# Colours.
-
-
-def conversion(image: Image.Image) -> tuple[ImageCms.ImageCmsTransform | None, str]:
-    """Return the transform to sRGB of an opened image, None if it is sRGB, and the fault of its profile if any.
-
-    An embedded profile comes first, then EXIF's mark of Adobe RGB.
-    """
-    modes = {"1": "L", "L": "L", "LA": "L", "La": "L", "CMYK": "CMYK", "LAB": "LAB"}
-    mode, fault = "I;16" if image.mode[:1] == "I" else modes.get(image.mode, "RGB"), ""
-    try:
-        if (profile := _profile(image)) is not None:
-            return _to_srgb(profile, mode), ""
-    except UNREADABLE as error:
-        fault = str(error) or type(error).__name__
-    return _to_srgb(LAB.tobytes(), mode) if mode == "LAB" else None, fault
-
-
-def _converted(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image.Image:
-    """Return the image in sRGB, with its alpha channel unchanged."""
-    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
-    converted = transform.apply(image if image.mode == transform.input_mode else image.convert(transform.input_mode))
-    if alpha is not None:
-        converted.putalpha(alpha)
-    return converted
-
-
-def _profile(image: Image.Image) -> bytes | None:
-    if "icc_profile" in image.info:
-        return image.info["icc_profile"] or b""  # Pillow sets None for one that it cannot unpack
-    return ADOBE_RGB if _is_adobe_rgb(image) else None
-
-
-def _is_adobe_rgb(image: Image.Image) -> bool:
-    """Return whether EXIF marks Adobe RGB: by a value of its own, or as "uncalibrated" with option file R03 (DCF)."""
-    exif = Image.Image.getexif(image)  # a PNG's own would decode all pixels
-    try:
-        space = exif.get_ifd(EXIF).get(COLOR_SPACE)
-        return space == 2 or (space == 0xFFFF and str(exif.get_ifd(INTEROPERABILITY).get(INDEX)).startswith("R03"))
-    except UNREADABLE:
-        return False
-
-
-@lru_cache(maxsize=64)
-def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return the transform of a mode's pixels; None if the profile is sRGB."""
-    source = ImageCms.ImageCmsProfile(BytesIO(profile))
-    kind = source.profile.xcolor_space.strip()
-    mode = "RGB" if kind == "RGB" and mode in ("L", "I;16") else mode  # LittleCMS refuses other differences
-    # The optimized table is too coarse for the shadows of 16 bits.
-    flags = ImageCms.Flags.NOOPTIMIZE if mode == "I;16" else ImageCms.Flags.NONE
-    transform = ImageCms.buildTransform(source, SRGB, mode, "RGB", flags=flags)
-    if kind == "RGB":
-        levels = np.arange(0, 256, 17, dtype=np.uint8)
-        colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(64, 64, 3)
-        changed = np.asarray(transform.apply(Image.fromarray(colours))).astype(int) - colours
-        return transform if np.abs(changed).max() > ROUNDING else None
-    return transform

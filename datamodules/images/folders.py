@@ -1,23 +1,19 @@
 """Folders of images: which files belong together by their names, and the samples that they form."""
 
-import json
 import os
 import re
-from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import read_text
+from datamodules.images.captions import parsed, read_captions
 from datamodules.images.samples import CAPTION_SUFFIXES, Found, Root, Sample, nfc
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
-# Keys of a JSON object that hold captions.
-CAPTION_KEYS = ("captions", "caption", "prompt")
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
 REJECTED_FOLDERS = ("rejected_images",)
@@ -29,10 +25,19 @@ USUAL_ENDINGS = (
     ("_source", "_target"),
     ("_input", "_output"),
 )
-# Files left by systems and programs, besides hidden ones.
-CLUTTER = {"thumbs.db", "desktop.ini", "__macosx"}
-# Depth to which a data set is searched for unread files.
-SEARCHED = 2
+# Masks of images: endings of their names, and the folders that they are in.
+MASK_ENDINGS = ("_mask", "-mask", ".mask", "-masklabel", "_masklabel")
+MASK_FOLDERS = ("masks", "mask")
+# Endings of images that belong to another one and are not read.
+UNREAD_ENDINGS = ("-condlabel",)
+# Files and folders left by systems and programs, besides hidden ones.
+CLUTTER = {
+    *("thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx", "__pycache__", "lost+found", "system volume information"),
+    *("$recycle.bin", "@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", ".@__thumb", "@tmp"),
+}
+# Files of tables and data sets.
+STORED = (".csv", ".jsonl", ".json", ".tar", ".parquet", ".arrow")
+_SIGN = re.compile(r"[\W_]")
 _FURTHER_CONTROL = re.compile(r"(?P<stem>.+)_control_(?P<number>\d+)$")
 _NUMBERED_FOLDER = re.compile(rf"({'|'.join(CONTROL_FOLDERS)})[_-]?(\d+)")
 
@@ -60,6 +65,7 @@ class Listing:
         ending: the part of file names after the stem; see `halves`.
         texts: files that may hold captions.
         others: all other files.
+        masks: masks in a folder of their own, by the stem of their image.
     """
 
     folder: Path
@@ -67,6 +73,7 @@ class Listing:
     images: dict[str, Path] = field(default_factory=dict)
     texts: dict[str, list[Path]] = field(default_factory=dict)
     others: dict[str, list[Path]] = field(default_factory=dict)
+    masks: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> "Listing":
@@ -135,12 +142,70 @@ class Listing:
         )
 
 
+def listings_below(top: Path) -> dict[Path, Listing]:
+    """Return the listings of a folder and of all folders below it, by their relative path."""
+    return {Path(place).relative_to(top): Listing.of(Path(place)) for place, _ in walk(top)}
+
+
+def walk(top: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield a folder and all folders below it, each once, and their file names, without clutter."""
+    seen: set[str] = set()
+    for place, below, names in os.walk(top, followlinks=True):
+        below[:] = sorted(name for name in below if not is_clutter(name))
+        if (real := os.path.realpath(place)) in seen:  # a link to a parent folder
+            below.clear()
+            continue
+        seen.add(real)
+        yield place, sorted(name for name in names if not is_clutter(name))
+
+
+def leave_out_derived(below: dict[Path, Listing], kept: Container[Path] = ()) -> None:
+    """Leave out folders of images that are made of others, as depth maps: without captions, all named like others.
+
+    These others are in the folder with the same path but for one part: `b/X` for `b/masks/X` and `masks/b/X`. Masks are
+    added to theirs.
+
+    Args:
+        below: as `listings_below`.
+        kept: folders that stay.
+    """
+    for place, one in list(below.items()):
+        if not one.images or place in kept or any(stem in one.texts for stem in one.images):
+            continue
+        for index, part in enumerate(place.parts):
+            others = below.get(Path(*place.parts[:index], *place.parts[index + 1 :]))
+            if others is None or not others.images:
+                continue
+            bases = {stem: base_of(stem, others.images) for stem in one.images}
+            if part.lower() in MASK_FOLDERS:
+                others.masks.update({base: one.images[stem] for stem, base in bases.items() if base})
+            elif not all(bases.values()):
+                continue
+            del below[place]
+            break
+
+
+def base_of(stem: str, stems: Container[str]) -> str:
+    """Return the longest one of `stems` that a name is, or begins with before a sign: `X` for `X-2` and `X.depth`."""
+    ends = [len(stem), *(sign.start() for sign in reversed(list(_SIGN.finditer(stem))))]
+    return next((stem[:end] for end in ends if stem[:end] in stems), "")
+
+
 def belongs_to_another(stem: str, stems: Container[str]) -> bool:
-    """Return whether an image is a further control or the mask of one of `stems`."""
+    """Return whether an image is a further control, the mask or another companion of one of `stems`."""
     match = _FURTHER_CONTROL.match(stem)
-    return (match is not None and match["stem"] in stems) or (
-        stem.endswith("_mask") and stem.removesuffix("_mask") in stems
+    return (match is not None and match["stem"] in stems) or any(
+        stem.endswith(end) and stem.removesuffix(end) in stems for end in (*MASK_ENDINGS, *UNREAD_ENDINGS)
     )
+
+
+def _mask_of(stem: str, listings: Sequence[Listing]) -> Path | None:
+    """Return the mask of an image; raises a UserError if there are two."""
+    found = [one.images.get(stem + end) for one in listings for end in MASK_ENDINGS]
+    masks = [path for path in (*found, *(one.masks.get(stem) for one in listings)) if path is not None]
+    if len(masks) > 1:
+        raise UserError(f"{masks[0]} and {masks[1]}: two masks of one image, keep one")
+    return masks[0] if masks else None
 
 
 def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
@@ -174,7 +239,7 @@ def controls_folders(root: Path) -> list[Path]:
     """Return the folders of a data set's condition images: `control`, then `control_1`, `control_2`, ... by number.
 
     Raises:
-        UserError: two folders have the same number.
+        UserError: two folders have the same number, or one is missing: the next would be taken for it.
     """
     first = first_folder(root, CONTROL_FOLDERS)
     found = {} if first is None else {-1: first}
@@ -184,7 +249,12 @@ def controls_folders(root: Path) -> list[Path]:
             if number in found:
                 raise UserError(f"data.root={root}: {found[number].name} and {name} have the same number. Rename one")
             found[number] = root / name
-    return [found[number] for number in sorted(found)]
+    numbers = sorted(found)
+    counted, starts = (numbers, (0, 1)) if first is None else (numbers[1:], (1, 2))
+    if counted and (counted[0] not in starts or counted[-1] - counted[0] != len(counted) - 1):
+        named = listing([found[number].name for number in numbers], len(numbers))
+        raise UserError(f"data.root={root}: {named}: a number is missing, so that a later folder would take its place")
+    return [found[number] for number in numbers]
 
 
 def endings_of(folder: Path, given: tuple[str, str] | None) -> tuple[str, str] | None:
@@ -220,8 +290,12 @@ def samples_by_name(
     """
     primary, images = targets.primary(), [one.primary() for one in controls]
     further = [further_controls(one.images) for one in controls]
-    masks = {stem: path for one in (targets, *controls) for stem, path in one.images.items()}
     rejects = {} if rejected is None else rejected.images
+    parts = [part for one in (targets, *controls) for part in (one.texts, one.others)]
+    beside: dict[str, dict[str, None]] = defaultdict(dict)
+    for stem, paths in (item for part in parts for item in part.items()):
+        beside[base_of(stem, primary)] |= dict.fromkeys(map(str, paths))
+    captioned = targets.texts.keys() & primary.keys()
     samples, incomplete = [], []
     for stem, target in primary.items():
         count = max((number for number, one in enumerate(images, 1) if stem in one), default=min(1, len(images)))
@@ -230,18 +304,18 @@ def samples_by_name(
             continue
         try:
             prompts, caption_file = targets.captions(stem, root.caption_per_line)
+            mask = _mask_of(stem, (targets, *controls))
         except UserError as error:
             incomplete.append(str(error))
             continue
+        if not prompts and not controls and base_of(stem, captioned) not in ("", stem):
+            continue  # made of an image with a caption
         if require_prompt and not prompts:
-            parts = [part for one in (targets, *controls) for part in (one.texts, one.others)]
-            there = dict.fromkeys(str(path) for part in parts for path in part.get(stem, []))
-            hint = f" (there is {listing(list(there))})" if there else ""
+            hint = f" (there is {listing(list(beside[stem]))})" if beside[stem] else ""
             incomplete.append(f"{target} has no caption {caption_file}{hint}")
             continue
         own = [path for number in range(count) for path in (images[number][stem], *further[number].get(stem, []))]
-        beside = masks.get(f"{stem}_mask"), rejects.get(stem)
-        samples.append(Sample(stem, target, tuple(own), prompts, *beside, caption_file=caption_file))
+        samples.append(Sample(stem, target, tuple(own), prompts, mask, rejects.get(stem), caption_file=caption_file))
     for others in (*images, rejects):
         alone = [(stem, path) for stem, path in others.items() if stem not in primary]
         incomplete += [f"{path} has no target image {targets.lack(stem)}" for stem, path in alone]
@@ -252,95 +326,30 @@ def samples_by_name(
 
 
 def note_unread(found: Found, folder: Path) -> Found:
-    """Add a note on the files in and below a folder that have the stem of a sample's image, but are not read."""
+    """Add a note on the files in and below a folder that are not read, counted by folder and ending."""
     images = [(one.target, *one.controls, one.mask, one.rejected) for one in found.samples]
-    read = {path for some in images for path in some if isinstance(path, Path)}
-    stems = {stem_of(path) for path in read}
-    texts = {nfc(str(one.caption_file.with_suffix(""))) for one in found.samples if one.caption_file is not None}
-    kinds: Counter[str] = Counter()
-    for path in (path for depth in range(SEARCHED + 1) for path in sorted(folder.glob("*/" * depth + "*")) if read):
-        stem, below = stem_of(path), path.relative_to(folder)
-        is_caption = path.suffix.lower() in CAPTION_SUFFIXES and nfc(str(path.with_suffix(""))) in texts
-        if path in read or is_caption or path.is_dir() or any(map(is_clutter, below.parts)):
-            continue
-        if stem in stems or belongs_to_another(stem, stems):
-            kinds[str(below.with_name(f"*{path.suffix}"))] += 1
+    read = {_identity(path) for some in images for path in some if isinstance(path, Path)}
+    stems = {stem_of(path) for some in images for path in some if isinstance(path, Path)}
+    texts = {_identity(one.caption_file.with_suffix("")) for one in found.samples if one.caption_file is not None}
+    kinds: dict[tuple[Path, str], list[str]] = defaultdict(list)
+    for place, names in walk(folder):
+        for path in (Path(place, name) for name in names):
+            suffix = path.suffix.lower()
+            is_caption = suffix in CAPTION_SUFFIXES and _identity(path.with_suffix("")) in texts
+            if is_caption or _identity(path) in read or (found.form == "columns" and suffix in STORED):
+                continue
+            stem, below = stem_of(path), path.relative_to(folder)
+            base = base_of(stem, stems)
+            kinds[below.parent, (stem[len(base) :] if base else "") + path.suffix].append(below.as_posix())
     if not kinds:
         return found
-    named = listing([f"{kind} ({count})" for kind, count in kinds.items()])
-    note = f"{folder}: not read, though named like images that are: {named}"
-    return replace(found, notes=(*found.notes, note))
+    most_first = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+    named = [
+        names[0] if len(names) == 1 else f"{(place / f'*{end}').as_posix()} ({len(names)})"
+        for (place, end), names in most_first
+    ]
+    return replace(found, notes=(*found.notes, f"{folder}: not read: {listing(named, 6)}"))
 
 
-# Captions of an image: one or several, in files next to it or in the columns of a table.
-
-
-def read_captions(contents: Mapping[str, Any], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
-    """Return the captions of an image and the name of the file that holds them; () and None if no file does.
-
-    Args:
-        contents: of X.txt, X.caption and X.json by file name, as `parsed`; any may be missing.
-        per_line: treat each line of a text as a caption.
-
-    Raises:
-        UserError: the only file holds no captions, or two files differ.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    for suffix in CAPTION_SUFFIXES:
-        for name, content in contents.items():
-            if name.lower().endswith(suffix):
-                prompts = (
-                    _json_prompts(content, name, not found) if suffix == ".json" else text_prompts(content, per_line)
-                )
-                found |= {name: prompts} if prompts else {}
-    if len({tuple(" ".join(prompts).split()) for prompts in found.values()}) > 1:
-        raise UserError(f"{' and '.join(found)} hold different captions of one image. Keep one")
-    return next(((prompts, name) for name, prompts in found.items()), ((), None))
-
-
-def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
-    """Return each non-empty line, or the whole text if it is a JSON object or array; ("",) if there is none.
-
-    Lines end as on Unix, Windows and old Macs, not at other separators of Unicode.
-    """
-    with suppress(ValueError, RecursionError):
-        per_line = per_line and not isinstance(json.loads(text), dict | list)
-    lines = re.split("\r\n?|\n", text)
-    return _stripped(lines if per_line else ["\n".join(lines)])
-
-
-def parsed(text: str, name: str) -> Any:
-    """Return a text as it is, but the content of a JSON file; raises a UserError if it is none."""
-    try:
-        return json.loads(text) if name.lower().endswith(".json") else text
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
-
-
-def _json_prompts(value: Any, name: str, alone: bool) -> tuple[str, ...]:
-    """Return the captions of a JSON file; () if it is about something else, and not `alone`.
-
-    Raises:
-        UserError: it holds no captions.
-    """
-    if isinstance(value, dict):
-        value = next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
-    prompts = None if value is None else captions_of(value)
-    if prompts is None and alone:
-        raise UserError(
-            f"{name}: captions must be a text, a list of texts, or an object with one of {', '.join(CAPTION_KEYS)}; "
-            f"a prompt that is itself JSON is written in {Path(name).stem}.txt"
-        )
-    return prompts or ()
-
-
-def captions_of(value: Any) -> tuple[str, ...] | None:
-    """Return the captions in a value: a text, an object (one caption in JSON), or a list of them; None if neither."""
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, str | dict) for one in values):
-        return None
-    return _stripped([one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values])
-
-
-def _stripped(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(text.strip() for text in texts if text.strip()) or ("",)
+def _identity(path: Path) -> str:
+    return nfc(os.path.normcase(os.path.abspath(path)))

@@ -12,7 +12,8 @@ from PIL import Image
 
 from datamodules.errors import UserError, printable
 from datamodules.images.alignment import align, edges
-from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, Sides, image_size, open_image, opened
+from datamodules.images.captions import wrapped_line
+from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, Sides, image_size, open_image, open_mask, opened
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
 from datamodules.images.windows import resize
 
@@ -49,6 +50,7 @@ class Kind(Enum):
     DUPLICATE = "duplicate", "the same target twice: remove one"
     SMALL = "low resolution", "find a larger original, or train at a lower data.resolution"
     NO_CAPTION = "empty caption", "write one"
+    WRAPPED = "wrapped caption", "each line is a caption: write it in one, or set data.caption_per_line=false"
 
     def __init__(self, label: str, remedy: str) -> None:
         self.label = label
@@ -132,7 +134,7 @@ def look(path: ImageFile, mask: bool = False) -> Look:
         large = image.width * image.height > MOST_PIXELS
     size = None if mask else image_size(path)
     with ONE_LARGE if large else nullcontext():
-        whole = open_image(path, None if mask else DECODED_AREA, in_srgb=not mask)
+        whole = open_mask(path).convert("RGB") if mask else open_image(path, DECODED_AREA)
     size = size or whole.size
     scale = min(1.0, SIDE / max(size))
     width, height = (max(1 if mask else SIDE_MULTIPLE, round(side * scale)) for side in size)
@@ -174,8 +176,10 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageF
                 short = str(error).replace(str(path), str(path).rpartition("/")[2])
                 unreadable.append((Kind.UNREADABLE, printable(short)))
     found = [*unreadable, *_faults(sample, seen, sides)]
-    if not all(prompt.strip() for prompt in sample.prompts):
-        found.append((Kind.NO_CAPTION, "no words"))
+    if wordless := [prompt for prompt in sample.prompts if not any(map(str.isalpha, prompt))]:
+        found.append((Kind.NO_CAPTION, f'no letters in "{wordless[0][:20]}"' if wordless[0] else "no words"))
+    if (line := wrapped_line(sample.prompts)) is not None:
+        found.append((Kind.WRAPPED, f'after "{line[-30:]}"'))
     findings = [Finding(kind, sample.key, figure, sample) for kind, figure in found]
     target, control = seen.get(sample.target), seen.get(sample.controls[0]) if sample.controls else None
     return Inspected(findings, *(None if one is None else one.print() for one in (target, control)))

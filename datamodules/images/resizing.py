@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from datamodules.errors import UserError, count_of, listing
 from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
-from datamodules.images.samples import TRIGGER, Root, Sample
-from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
+from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, Sample
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends
 
 # Proportions of buckets are powers of STEP up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
 # off, not counting the rounding of the sides.
@@ -19,6 +19,8 @@ STEP = (4 / 3) ** 0.25
 STEPS = 16
 # An image that its bucket would crop more, as a panorama, keeps its own proportions.
 MOST_CROPPED = 0.06
+# Factor between the scales of a control and its target from which on there is a note; rounding to tokens makes less.
+MOST_ZOOMED = 1.15
 # Images below the resolution go to buckets of a smaller one. Eight coarse steps halve a side; the first is divided into
 # fine steps, so that images of about the resolution lose little.
 COARSE, FINE = 2 ** (-1 / 8), 2 ** (-1 / 32)
@@ -127,12 +129,7 @@ class Framing:
         if bucket is None and self.condition_images.sets_target:
             return self.condition_images.window(*own, side**2 or None, flipped)
         if bucket is None:
-            frame = self._scaled(own, side)
-            size = floor_size(*frame)
-            if alone:
-                return self.condition_images.alone(*frame, None, flipped)
-            # The target is cropped like a control, or the edit would be learned with a slight zoom.
-            return Window.center(frame, size, flipped) if self.condition_images.crops else Window.whole(size, flipped)
+            return self._whole(self._scaled(own, side, alone), flipped, alone)
         frame = _covering(own, bucket)
         offset = (0.5 + SPREAD * crop) % 1
         left, top = (round((space - taken) * offset) for space, taken in zip(frame, bucket, strict=True))
@@ -140,16 +137,29 @@ class Framing:
         size = self.condition_images.size(*bucket, side**2 or None) if self.condition_images.sets_target else bucket
         return Window(frame, box, size, flipped)
 
+    def _whole(self, frame: Sides, flipped: bool, alone: bool) -> Window:
+        """Return the window of a whole image that is resized to `frame`."""
+        if alone:
+            return self.condition_images.alone(*frame, None, flipped)
+        size = floor_size(*frame)
+        # The target is cropped like a control, or the edit would be learned with a slight zoom.
+        return Window.center(frame, size, flipped) if self.condition_images.crops else Window.whole(size, flipped)
+
     def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool, alone: bool) -> Window:
         images = self.condition_images
         if images.fits_target:
             return target if _same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
         if images.sets_target:
             return target if self._sets_grid(own, target_own) else images.window(*own, side**2 or None, flipped)
+        if extends(target_own, own):
+            scales = (seen / whole for seen, whole in zip(target.frame, target_own, strict=True))
+            width, height = (max(SIDE_MULTIPLE, round(one * scale)) for one, scale in zip(own, scales, strict=True))
+            window = self._whole((width, height), flipped, alone)
+            return window if alone else images.narrowed(window)
         if side and self.buckets != "exact":
             shares = _same_proportions(own, target_own)
         else:  # a smaller control keeps its size, as in prediction; sides a few pixels apart could round to 16 apart
-            frames = self._scaled(own, side), self._scaled(target_own, side)
+            frames = self._scaled(own, side, alone), self._scaled(target_own, side, alone)
             shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
         window = target if shares else self._window(own, side, 0, flipped, alone)
         return window if alone else images.narrowed(window)
@@ -158,14 +168,14 @@ class Framing:
         """Return whether a control determines the grid of its target."""
         return self.condition_images.sets_target and _same_proportions(own, target_own)
 
-    def _scaled(self, own: Sides, side: int) -> Sides:
-        """Return sides shrunk to the area of `side`, or enlarged if configured."""
+    def _scaled(self, own: Sides, side: int, alone: bool) -> Sides:
+        """Return sides shrunk to the area of `side` as in prediction, or enlarged if configured."""
         if not side:
             return own
         if self.upscale and own[0] * own[1] < side**2:
             scale = side / math.sqrt(own[0] * own[1])
             own = round(own[0] * scale), round(own[1] * scale)
-        return shrunk(*own, side**2)
+        return shrunk(*own, side**2) if alone else self.condition_images.shrunk(*own, side**2)
 
     def tables(self, side: int) -> Iterator[Sequence[Sides]]:
         """Yield the buckets of a resolution, then of smaller and smaller ones."""
@@ -244,12 +254,18 @@ def notes_on(
         facts: facts of the target and the controls of each.
     """
     counts: Counter[str] = Counter()
+    zooms = []
     mixed = any(len(own) > 1 for own in facts)
     for view, own, root in zip(views, facts, roots, strict=True):
         side, (width, height), prompts = max(root.resolution, default=0), own[0].size, view.sample.prompts
         small = width * height < side**2 and view.windows[0].frame[0] <= width
         counts[f"{noun} have fewer than {side}x{side} pixels, kept as small (data.upscale=true enlarges them)"] += small
         counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
+        if len(own) == 2 and not _same_proportions(own[1].size, own[0].size):
+            scale, other = (
+                math.sqrt(math.prod(w.frame) / math.prod(o.size)) for w, o in zip(view.windows, own, strict=True)
+            )
+            zooms += [max(scale / other, other / scale)]
         counts["captions are empty"] += sum(not prompt for prompt in prompts)
         counts[f"{noun} have no condition image: they are text to image"] += mixed and len(own) == 1
         literal = any(TRIGGER in prompt for prompt in prompts)
@@ -263,6 +279,10 @@ def notes_on(
             effect += ". data.alpha_mask=true makes the alpha of a target the mask of its loss"
         counts[f"{noun} have an alpha channel, {effect}"] += any(one.alpha for one in own)
     notes = [count_of(count, text) for text, count in counts.items() if count]
+    if zooms := [zoom for zoom in zooms if zoom > MOST_ZOOMED]:
+        what = "have control and target of other proportions, resized to other scales"
+        extent = f"by up to {max(zooms):.2f} times. Extending an image is learned with that zoom"
+        notes.append(count_of(len(zooms), f"{noun} {what}, {extent}"))
     if crops := [view.cropped for view in views if view.cropped]:
         share = f"{100 * sum(crops) / len(crops):.1f} % on average, at most {100 * max(crops):.1f} %"
         notes.append(count_of(len(crops), f"{noun} are cropped to the sizes of training, by {share}"))

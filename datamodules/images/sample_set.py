@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from datamodules.errors import UserError, listing, printable
+from datamodules.errors import UserError, count_of, listing, printable
 from datamodules.files import Packed
-from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image
+from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image, verify_mask
 from datamodules.images.resizing import Framing, Sides, View
 from datamodules.images.samples import (
     Found,
@@ -30,10 +30,12 @@ class Usable(NamedTuple):
 
     Attributes:
         facts: facts of its target and its controls.
+        white_mask: its mask is white all over.
     """
 
     sample: Sample
     facts: Sequence[Facts]
+    white_mask: bool = False
 
     @property
     def sizes(self) -> list[Sides]:
@@ -171,6 +173,12 @@ class SampleSet:
         lines = [*found.incomplete, *(f"{key} has no condition image, which {self.model} needs" for key in bare)]
         notes = self._without(lines, "incomplete", "on_missing", "Complete them")
         samples = [one for one in found.samples if len(one.controls) >= least]
+        if several := [one for one in samples if len(one.prompts) > 1]:
+            example = " | ".join(f'"{prompt[:40]}"' for prompt in several[0].prompts[:3])
+            notes.append(
+                f"{count_of(len(several), 'samples have several captions')}, of which each step draws one, as "
+                f"{several[0].key}: {printable(example)}. data.caption_per_line=false makes a text file one caption"
+            )
         return replace(found, samples=samples, notes=(*notes, *found.notes))
 
     def find_uncaptioned_too(self) -> Found:
@@ -221,9 +229,9 @@ class SampleSet:
                 raise UserError(f"the rejected image {sample.rejected} and its target are {by}: give both one size")
             for path in (*images, *(one for one in (sample.mask, sample.rejected) if one)):
                 verify_image(path)
+            return Usable(sample, facts, sample.mask is not None and verify_mask(sample.mask))
         except UserError as error:
             return error
-        return Usable(sample, facts)
 
     def held_out(
         self,

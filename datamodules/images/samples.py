@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.files import Packed, file_signature
+from datamodules.files import CONTROL, Packed, file_signature
 
 # Both sides of every image are at least this long.
 SIDE_MULTIPLE = 16
@@ -191,12 +191,14 @@ def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
                     f"data.{setting} is for {what}, and {root.path} has none: leave it out, or set it for one root, as "
                     f"data.root=[{{path: ROOT, {setting}: ...}}]"
                 )
-        samples = []
+        samples, lines = [], list(map(printable, found.incomplete))
         for sample in found.samples:
+            if odd := CONTROL.search("".join(sample.prompts)):
+                lines.append(printable(f"{sample.caption_file or sample.key}: its caption holds {odd[0]!r}, no text"))
+                continue
             key = printable(sample.key if len(roots) == 1 else f"{root.path}/{sample.key}")
             seen[key] += 1  # above 1 if a root is listed twice
             samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}", root=index))
-        lines = list(map(printable, found.incomplete))
         notes = tuple(map(printable, found.notes))
         total = total.plus(replace(found, samples=samples, incomplete=lines, notes=notes))
     return total

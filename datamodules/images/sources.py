@@ -1,15 +1,17 @@
 """Find the samples of roots, in whichever form a root holds them: pairs, and images with captions."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from datamodules.errors import UserError, listing, without_credentials
+from datamodules.errors import UserError, count_of, listing, without_credentials
 from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_table, mark_of_data_set
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
     FORMATS,
+    MASK_FOLDERS,
     REJECTED_FOLDERS,
     TARGET_FOLDERS,
     Listing,
@@ -18,10 +20,12 @@ from datamodules.images.folders import (
     first_folder,
     is_clutter,
     is_image,
+    leave_out_derived,
+    listings_below,
     note_unread,
     samples_by_name,
 )
-from datamodules.images.samples import Found, Root, Sample, scan_roots
+from datamodules.images.samples import Found, Root, scan_roots
 from datamodules.images.tables import TABLES, Table, file_table, samples_of
 from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
 
@@ -55,7 +59,7 @@ def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
     """
 
     def scan(root: Root) -> Found:
-        found = _captioned(root)
+        found = _captioned(root, instance_prompt is not None)
         if not root.require_prompt:
             return found
         prompts = (instance_prompt or "",)
@@ -93,7 +97,7 @@ def _pairs(root: Root) -> Found:
     if targets is not None:
         return _paired_folders(path, targets, [], root)
     if images:
-        return note_unread(_images_below(path, root, root.require_prompt), path)
+        return note_unread(_images_below(path, root, root.require_prompt, all_folders=True), path)
     raise UserError(
         f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for folders {'/'.join(TARGET_FOLDERS)} "
         f"(X.png and X.txt) and {'/'.join(CONTROL_FOLDERS)} (X.png), and for the other forms of docs/data.md"
@@ -101,16 +105,31 @@ def _pairs(root: Root) -> Found:
 
 
 def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Root) -> Found:
-    rejected = first_folder(folder, REJECTED_FOLDERS)
-    target, *listed = [Listing.of(one) for one in (targets, *controls)]
-    others = None if rejected is None else Listing.of(rejected)
-    found = samples_by_name(target, listed, others, root, root.require_prompt)
+    tops = [targets, *controls]
+    trees = [listings_below(top) for top in tops]
+    rejected, masks = first_folder(folder, REJECTED_FOLDERS), first_folder(folder, MASK_FOLDERS)
+    rejects, drawn = ({} if one is None else listings_below(one) for one in (rejected, masks))
+    counts = Counter(place for tree in trees for place in tree)
+    found = Found([], [])
+    for tree in trees:
+        leave_out_derived(tree, kept={place for place, count in counts.items() if count > 1})
+    for place in sorted({place for tree in (*trees, rejects) for place in tree}):
+        target, *listed = [tree.get(place) or Listing(top / place) for top, tree in zip(tops, trees, strict=True)]
+        if place in drawn:
+            target.masks.update(drawn[place].images)
+        some = samples_by_name(target, listed, rejects.get(place), root, root.require_prompt)
+        found = found.plus(_in_folder(some, place))
     if not found.samples and not found.incomplete:
         raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, (targets, *controls)))}")
     return note_unread(found, folder)
 
 
-def _captioned(root: Root) -> Found:
+def _in_folder(found: Found, place: Path) -> Found:
+    """Put a folder below the root before the keys of its samples."""
+    return replace(found, samples=[replace(one, key=(place / one.key).as_posix()) for one in found.samples])
+
+
+def _captioned(root: Root, all_folders: bool) -> Found:
     if (table := _named_table(root)) is not None:
         return samples_of(table, root, edits=False)
     path = Path(root.path).expanduser()
@@ -120,35 +139,38 @@ def _captioned(root: Root) -> Found:
             "alone: give the folder of the targets"
         )
     if (table := _metadata_of(path)) is not None:
-        return samples_of(table, root, edits=False)
-    found = _images_below(path, root, require_prompt=False)
+        return note_unread(samples_of(table, root, edits=False), path)
+    found = _images_below(path, root, False, all_folders)
     captioned = found.incomplete or any(one.prompts for one in found.samples)
     # Images without captions next to them may have theirs in a stored table.
     if not captioned and (table := _stored_table_of(path, root)) is not None:
-        return samples_of(table, root, edits=False)
+        return note_unread(samples_of(table, root, edits=False), path)
     if not captioned and not found.samples:
         raise UserError(f"data.root={path}: no images ({FORMATS}) in it or below")
     return note_unread(found, path)
 
 
-def _images_below(path: Path, root: Root, require_prompt: bool) -> Found:
-    """Return the images in a folder and below it, with their captions and masks."""
-    samples: list[Sample] = []
-    incomplete: list[str] = []
-    seen: set[str] = set()
-    for place, below, names in os.walk(path, followlinks=True):
-        below[:] = sorted(name for name in below if not is_clutter(name))
-        if (real := os.path.realpath(place)) in seen:  # a link to a parent folder
-            below.clear()
-            continue
-        seen.add(real)
-        if not set(TABLES).isdisjoint(names) and Path(place) != path:
-            raise UserError(f"data.root={path}: {place} has a table of its own. Name that folder as data.root")
-        found = samples_by_name(Listing.of(Path(place)), (), None, root, require_prompt)
-        folder = Path(place).relative_to(path)
-        samples += [replace(one, key=(folder / one.key).as_posix()) for one in found.samples]
-        incomplete += found.incomplete
-    return Found(samples, incomplete)
+def _images_below(path: Path, root: Root, require_prompt: bool, all_folders: bool) -> Found:
+    """Return the images in a folder and below it, with their captions and masks.
+
+    Args:
+        all_folders: also use folders in which no image has a caption, although images of other folders have.
+    """
+    below = listings_below(path)
+    for place in below:
+        if place != Path() and any((path / place / name).exists() for name in TABLES):
+            raise UserError(f"data.root={path}: {path / place} has a table of its own. Name that folder as data.root")
+    leave_out_derived(below)
+    found = {place: samples_by_name(one, (), None, root, require_prompt) for place, one in below.items()}
+    total = Found([], [])
+    bare = {place for place, one in found.items() if one.samples and not any(one.prompts for one in one.samples)}
+    captioned = any(one.incomplete or (one.samples and place not in bare) for place, one in found.items())
+    for place, one in found.items():
+        if captioned and place in bare and not all_folders:
+            note = f"{path / place}: {count_of(len(one.samples), 'images')} without captions are left out, since others"
+            one = Found([], [], (f"{note} have one. data.source.instance_prompt gives them a caption",))
+        total = total.plus(_in_folder(one, place))
+    return total
 
 
 def _metadata_of(folder: Path) -> Table | None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from datamodules.files import Packed, read_text, reason, require_file
-from datamodules.images.folders import IMAGE_SUFFIXES, captions_of, is_image
+from datamodules.images.captions import captions_of
+from datamodules.images.folders import IMAGE_SUFFIXES, is_image
 from datamodules.images.samples import CAPTION_SUFFIXES, Found, ImageFile, Root, Sample
 
 # Names of a folder's table.
@@ -191,10 +192,6 @@ def _prompts(name: str, value: Any) -> tuple[str, ...]:
     prompts = () if value in (None, []) else captions_of(value)
     if prompts is None:
         raise UserError(f"{name} must be text, or a list of texts")
-    try:
-        "".join(prompts).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{name} holds an incomplete character, {error.object[error.start]!r}") from error
     return prompts
 
 

@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.errors import UserError, listing
-from datamodules.files import kind_of_file, reason, require_file
-from datamodules.images.folders import (
-    CAPTION_KEYS,
-    FORMATS,
-    IMAGE_SUFFIXES,
-    captions_of,
-    is_clutter,
-    parsed,
-    read_captions,
-)
+from datamodules.files import decoded, kind_of_file, reason, require_file
+from datamodules.images.captions import CAPTION_KEYS, captions_of, parsed, read_captions
+from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
 
@@ -84,9 +77,9 @@ def tar_table(place: str, tars: Sequence[Path], per_line: bool) -> Table:
         samples |= {prefix + key: values for key, values in scan.samples(per_line).items()}
         images |= {column: None for own in scan.images.values() for column in own}
         incomplete += scan.faults.values()
-    if not images:
+    if not samples:
         lines = f": {listing(incomplete)}" if incomplete else ""
-        raise UserError(f"data.root={place}: no images ({FORMATS}) in the tar{lines}")
+        raise UserError(f"data.root={place}: no usable images ({FORMATS}) in the tar{lines}")
     return Table(
         place=f"data.root={place}",
         rows=[f"sample {key}" for key in samples],
@@ -183,9 +176,9 @@ class _Scan:
                 self._doubt(key, f"{name} is there twice: keep one")
             member = tar.extractfile(info)
             try:
-                self.texts[key][name] = parsed("" if member is None else member.read().decode("utf-8-sig"), name)
+                self.texts[key][name] = parsed(decoded(b"" if member is None else member.read(), name), name)
             except (ValueError, UserError) as error:
-                self._doubt(key, f"{name} cannot be read: {reason(error)}")
+                self._doubt(key, reason(error))
         else:
             self._others[key] = name
 

@@ -10,13 +10,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.decoding import Sides, floor_size, open_image, shrunk, size_of_area, to_tensor
+from datamodules.images.decoding import Sides, floor_size, open_image, open_mask, shrunk, size_of_area, to_tensor
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
 SAME_PROPORTIONS = 0.02
 # The same for an image that is fitted into its target: it is cropped rather than smaller than that.
 FITS_EXACTLY = 0.08
+
+
+def extends(target: Sides, control: Sides) -> bool:
+    """Return whether a target extends its control along one side; the other one is equal, so both have one scale."""
+    longer = max(whole / seen for whole, seen in zip(target, control, strict=True))
+    return (target[0] == control[0]) != (target[1] == control[1]) and math.log(longer) > SAME_PROPORTIONS
 
 
 def resize(image: Image.Image, size: Sides) -> Image.Image:
@@ -99,7 +105,7 @@ def load_image(path: ImageFile, window: Window, alpha: bool = False) -> Tensor:
 
 def load_mask(path: ImageFile, window: Window) -> Tensor:
     """Return the brightness of a part of a file as (1, H, W) in [0, 1]."""
-    mask = window.of(open_image(path, in_srgb=False).convert("L"), mask=True)
+    mask = window.of(open_mask(path), mask=True)
     return torch.from_numpy(np.array(mask, dtype=np.float32))[None] / 255
 
 
@@ -153,23 +159,23 @@ class ConditionImages:
         """Return the (width, height) that the autoencoder sees, of at most about `max_area` pixels."""
         if self.vae_image_size is not None:
             return self._of_area(width, height, min(self.vae_image_size, max_area or self.vae_image_size))
-        return floor_size(*self._bounded(width, height, max_area))
+        return floor_size(*self.shrunk(width, height, max_area))
 
     def _of_area(self, width: int, height: int, area: int) -> Sides:
         """Return sides of about `area` pixels in the same proportions, rounded as in the pipeline; LongCat's differ."""
         return size_of_area(width, height, area)
 
-    def _bounded(self, width: int, height: int, max_area: int | None = None) -> Sides:
-        if self.most_area is not None:
-            width, height = shrunk(width, height, self.most_area, int)
-        return (width, height) if max_area is None else shrunk(width, height, max_area)
+    def shrunk(self, width: int, height: int, max_area: int | None = None) -> Sides:
+        """Return sides shrunk to the least of both areas, in whole pixels as the pipeline rounds them."""
+        areas = [area for area in (max_area, self.most_area) if area is not None]
+        return shrunk(width, height, min(areas), round if self.most_area is None else int) if areas else (width, height)
 
     def window(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
         """Return the part of an image that the autoencoder sees; arguments as of `size`."""
         size = self.size(width, height, max_area)
         if not self.crops:
             return Window.whole(size, flipped)
-        return Window.center(self._bounded(width, height, max_area), size, flipped)
+        return Window.center(self.shrunk(width, height, max_area), size, flipped)
 
     def alone(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
         """Return the window of a single condition image, or of a target with one; arguments as of `size`."""
@@ -202,7 +208,7 @@ class ConditionImages:
         left, top, right, bottom = window.box
         across, down = (
             round(side * (1 - seen / whole) / 2)
-            for side, seen, whole in zip(window.seen, size, self._bounded(*window.size), strict=True)
+            for side, seen, whole in zip(window.seen, size, self.shrunk(*window.size), strict=True)
         )
         return window._replace(box=(left + across, top + down, right - across, bottom - down), size=size)
 

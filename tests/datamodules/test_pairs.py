@@ -196,10 +196,12 @@ def test_what_is_said_of_captions_and_roots(tmp_path):
     data = data_module([{"path": str(root), "repeats": 3, "weight": 0.5}], flip=True)
     assert data.describe() == f"3 pairs in 6 views of {root} (repeats 3, weight 0.5)"
     assert data.notes == [
+        '1 sample has several captions, of which each step draws one, as 00: "[trigger] in the snow" | "make it snow". '
+        "data.caption_per_line=false makes a text file one caption",
         "1 caption is empty",
         "1 pair has [trigger] in the captions: data.trigger_word=WORD puts a word there",
     ]
-    assert data_module(str(root), trigger_word="sks").notes == []
+    assert len(data_module(str(root), trigger_word="sks").notes) == 1
     (root / "training_images" / "01.txt").write_text("turn the LEFT one around")
     notes = data_module(str(root), flip=True).notes
     assert notes[-1].startswith("1 pair has left or right in the captions, wrong for the mirrored")

@@ -3,12 +3,14 @@
 import io
 import logging
 import struct
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
 from datamodules.contents import Content
+from datamodules.errors import UserError
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.decoding import image_facts, open_image
 from datamodules.images.samples import Sample
@@ -177,6 +179,116 @@ def test_profile_that_cannot_be_used_is_a_note_that_names_the_file(tmp_path, cap
     assert facts[0].colours == ""
 
 
+D65 = (0.3127, 0.3290)
+SRGB_XY, P3_XY = (0.64, 0.33, 0.30, 0.60, 0.15, 0.06), (0.68, 0.32, 0.265, 0.69, 0.15, 0.06)
+HEX = (200, 60, 50)
+
+
+def png(colour, *chunks, depth=8, kind=2):
+    """Return a PNG of 16x16 pixels of one colour, or of rows of bytes, with these chunks before its pixels."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    row = b"\0" + (colour if isinstance(colour, bytes) else bytes(colour) * 16)
+    head = struct.pack(">IIBBBBB", 16, 16, depth, kind, 0, 0, 0)
+    parts = [(b"IHDR", head), *chunks, (b"IDAT", zlib.compress(row * 16)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*one) for one in parts)
+
+
+def gama(value):
+    return b"gAMA", struct.pack(">I", round(value * 1e5))
+
+
+def chrm(primaries):
+    return b"cHRM", struct.pack(">8I", *(round(value * 1e5) for value in (*D65, *primaries)))
+
+
+@pytest.mark.parametrize(
+    ("colour", "chunks", "expected"),
+    [
+        ((128,) * 3, [gama(1.0)], (188,) * 3),
+        ((128,) * 3, [gama(1 / 1.8)], (147,) * 3),
+        ((128,) * 3, [gama(0.45455)], (128,) * 3),
+        ((128,) * 3, [(b"sRGB", b"\0"), gama(1.0)], (128,) * 3),
+        (HEX, [gama(0.45455), chrm(SRGB_XY)], HEX),
+        (HEX, [gama(0.45455), chrm(P3_XY)], (217, 42, 39)),
+        (HEX, [chrm(P3_XY)], (217, 42, 39)),
+        (HEX, [(b"cICP", bytes((12, 13, 0, 1)))], (217, 42, 39)),
+        (HEX, [(b"cICP", bytes((12, 13, 0, 1))), (b"sRGB", b"\0")], (217, 42, 39)),
+        (HEX, [(b"cICP", bytes((1, 13, 0, 1))), gama(1.0)], HEX),
+        ((128,) * 3, [(b"cICP", bytes((1, 8, 0, 1)))], (188,) * 3),
+    ],
+)
+def test_chunks_of_a_png_name_its_colours(tmp_path, colour, chunks, expected):
+    (tmp_path / "x.png").write_bytes(png(colour, *chunks))
+    assert image_facts(tmp_path / "x.png").colours == ("srgb" if expected != colour else "")
+    assert open_image(tmp_path / "x.png").getpixel((3, 3)) == pytest.approx(expected, abs=1)
+
+
+def test_profile_counts_before_chunks_and_code_points_before_it(tmp_path):
+    icc = b"x\0\0" + zlib.compress(PROFILES["P3"])
+    for chunks, expected in (
+        ([(b"iCCP", icc), gama(1.0)], (217, 42, 39)),
+        ([(b"cICP", bytes((1, 13, 0, 1))), (b"iCCP", icc)], HEX),
+    ):
+        (tmp_path / "x.png").write_bytes(png(HEX, *chunks))
+        assert open_image(tmp_path / "x.png").getpixel((3, 3)) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize(("transfer", "name"), [(16, "PQ"), (18, "HLG")])
+def test_images_of_high_dynamic_range_are_refused(tmp_path, transfer, name):
+    (tmp_path / "x.png").write_bytes(png(HEX, (b"cICP", bytes((9, transfer, 0, 1)))))
+    icc = PROFILES["P3"] + b"cicp\0\0\0\0" + bytes((9, transfer, 0, 1))
+    photograph("coffee", *SIZE).save(tmp_path / "x.jpg", icc_profile=icc)
+    photograph("coffee", *SIZE).save(tmp_path / "x.avif")
+    content = (tmp_path / "x.avif").read_bytes()
+    at = content.index(b"colrnclx") + 8
+    (tmp_path / "x.avif").write_bytes(content[:at] + struct.pack(">HH", 9, transfer) + content[at + 4 :])
+    for suffix in ("png", "jpg", "avif"):
+        for read in (image_facts, open_image):
+            with pytest.raises(UserError, match=rf"x\.{suffix}: it is HDR \({name}\), save it as sRGB"):
+                read(tmp_path / f"x.{suffix}")
+
+
+def test_colours_of_an_avif_are_those_that_its_header_names(tmp_path):
+    Image.new("RGB", (64, 64), HEX).save(tmp_path / "x.avif", quality=100, subsampling="4:4:4")
+    plain = open_image(tmp_path / "x.avif").getpixel((9, 9))
+    content = (tmp_path / "x.avif").read_bytes()
+    at = content.index(b"colrnclx") + 8
+    (tmp_path / "x.avif").write_bytes(content[:at] + struct.pack(">HH", 12, 13) + content[at + 4 :])
+    assert plain == pytest.approx(HEX, abs=2)
+    assert open_image(tmp_path / "x.avif").getpixel((9, 9)) == pytest.approx((217, 42, 39), abs=3)
+
+
+@pytest.mark.parametrize("chunk", [(b"cICP", bytes((77, 13, 0, 1))), gama(0), chrm((0,) * 6)])
+def test_colours_that_cannot_be_honoured_are_named(tmp_path, caplog, chunk):
+    (tmp_path / "x.png").write_bytes(png(HEX, chunk))
+    with caplog.at_level(logging.WARNING, "retouch"):
+        assert image_facts(tmp_path / "x.png").colours == ""
+    assert "its colour profile cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("depth", "kind", "row", "hidden"),
+    [
+        (16, 0, struct.pack(">16H", *([300] * 8 + [40000] * 8)), (300,)),
+        (16, 2, struct.pack(">48H", *([1000, 2000, 3000] * 8 + [40000] * 24)), (1000, 2000, 3000)),
+        (4, 0, bytes([0x55] * 4 + [0x77] * 4), (5,)),
+        (2, 0, bytes([0b01010101] * 2 + [0b10101010] * 2), (1,)),
+        (1, 0, bytes([0xFF, 0]), (1,)),
+    ],
+)
+def test_transparent_colour_of_a_png_counts_at_every_depth(tmp_path, depth, kind, row, hidden):
+    chunk = (b"tRNS", struct.pack(f">{len(hidden)}H", *hidden))
+    (tmp_path / "x.png").write_bytes(png(row, chunk, depth=depth, kind=kind))
+    assert image_facts(tmp_path / "x.png").alpha
+    alpha = np.asarray(open_image(tmp_path / "x.png", alpha=True))[..., 3]
+    assert set(alpha[:, :8].flat) == {0}
+    assert set(alpha[:, 8:].flat) == {255}
+    assert open_image(tmp_path / "x.png").getpixel((0, 0)) == (255, 255, 255)
+
+
 def test_values_of_a_mask_are_no_colours(tmp_path):
     Image.new("L", SIZE, 128).save(tmp_path / "m.png", icc_profile=PROFILES["grey with gamma"])
     assert load_mask(tmp_path / "m.png", Window.whole(SIZE)).unique().tolist() == pytest.approx([128 / 255])
@@ -189,7 +301,7 @@ def test_cache_knows_a_picture_otherwise_only_where_its_profile_changes_it(tmp_p
         image.save(tmp_path / f"{name}.png", icc_profile=icc)
     image.convert("L").save(tmp_path / "mask.png", icc_profile=PROFILES["grey with gamma"])
     paths = {path.stem: path for path in tmp_path.glob("*.png")}
-    remembered = [(*hash_file(path), *image_facts(path)) for path in paths.values()]
+    remembered = [(*hash_file(path), *image_facts(path), False) for path in paths.values()]
     (tmp_path / "files.jsonl").write_text("".join(map(FileHashes.line, remembered)))
     hashes = FileHashes([tmp_path / "files.jsonl"])
     sample = Sample("x", paths["plain"], (paths["p3"], paths["damaged"]), ("",), paths["mask"])

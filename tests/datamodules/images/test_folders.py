@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import unicodedata
 
@@ -79,7 +80,7 @@ def numbered(root, *folders):
 @pytest.mark.parametrize(
     "folders",
     [
-        ("control", "control_2", "control_3", "control_10"),
+        ("control", "control_2", "control_3"),
         ("control_1", "control_2"),
         ("condition_images", "control-2", "controls3"),
     ],
@@ -108,18 +109,30 @@ def test_faults_of_numbered_folders_are_named(tmp_path):
         found_in(root)
 
 
-def test_unread_files_with_the_name_of_a_sample_are_named(tmp_path):
-    unread = ["depth/00.png", "depth/01.png", "masks/00.png", "training_images/old/01.png"]
-    unread += ["training_images/00_control_1.png", "training_images/01.npz", "control_images/01.txt"]
-    other = ["elsewhere/99.png", "training_images/.00.png", "README.md"]
-    for names, kinds in ((unread, 6), (other, 0), (["depth/00.png"], 1)):
-        root = write(make_pairs(tmp_path / str(kinds), [(32, 32)] * 2), *names)
-        notes = found_in(root).notes
-        assert len(notes) == (kinds > 0)
-        assert all(note.startswith(f"{root}: not read, though named like images that are: ") for note in notes)
-    assert notes[0].endswith("depth/*.png (1)")
+def test_every_file_that_is_not_read_is_named_by_folder_and_ending(tmp_path):
+    root = make_pairs(tmp_path / "two", [(32, 32)] * 2)
+    write(root, "training_images/.00.png", "@eaDir/00.png", "$RECYCLE.BIN/x.png", "control_images/Thumbs.db")
+    assert found_in(root).notes == ()
+    write(root, "depth/00.png", "depth/01.png", "training_images/00.caption.txt", "training_images/01.caption.txt")
+    write(root, "README.md", "a/b/c/d.webp", "control_images/01.txt", "training_images/00-condlabel.png")
+    kinds = "depth/*.png (2), training_images/*.caption.txt (2), README.md, a/b/c/d.webp, control_images/01.txt"
+    [note] = found_in(root).notes
+    assert note == f"{root}: not read: {kinds}, training_images/00-condlabel.png"
     write(tmp_path / "one", "a_start.png", "a_end.png", "a.txt", "depth/a_end.png")
-    assert found_in(tmp_path / "one").notes[0].endswith("images that are: depth/*.png (1)")
+    assert found_in(tmp_path / "one").notes[0].endswith("not read: depth/a_end.png")
+
+
+def test_pairs_in_folders_below_the_two_belong_together(tmp_path):
+    make_pairs(tmp_path, [(32, 32)])
+    pair = ("control_images/a/q.png", "control_images/a/q_control_1.png", "training_images/a/q.png")
+    write(tmp_path, *pair, "training_images/a/q.txt", "masks/a/q.png", "training_images/b/c/r.png")
+    found = found_in(tmp_path)
+    assert [(one.key, len(one.controls), one.mask is not None) for one in found.samples] == [
+        ("00", 1, False),
+        ("a/q", 2, True),
+    ]
+    assert incomplete(tmp_path) == ["training_images/b/c/r.png has no control image control_images/b/c/r.*"]
+    assert found.notes == (f"{tmp_path}: not read: training_images/b/c/r.png",)
 
 
 @pytest.mark.parametrize(("on_disk", "named"), [("NFD", "NFC"), ("NFC", "NFD")])
@@ -258,8 +271,46 @@ def test_images_below_belong_to_it_but_not_hidden_ones_and_links_are_read_once(a
     other = write(tmp_path / "other", "d.png")
     (other / "back").symlink_to(album)
     (album / "linked").symlink_to(other)
+    (other / "d.txt").write_text("a dog")
     assert [sample.key for sample in captioned_in(album).samples] == ["a", "b", "c", "linked/d", "more/deep/a"]
     assert len({sample.key for sample in captioned_in(album, other).samples}) == 10
+
+
+@pytest.mark.parametrize(
+    ("made_of_others", "masks", "named"),
+    [
+        ("masks/a.png masks/b.png masks/orphan.png", 2, "masks/orphan.png"),
+        ("mask/a_mask.png depth/b.png depth/a.png", 1, "depth/*.png (2)"),
+        ("a-masklabel.png b.mask.png a-condlabel.png b_mask2.png", 2, "a-condlabel.png, b_mask2.png"),
+        ("a-2.png b(1).jpg b.depth.png", 0, "a-2.png, b(1).jpg, b.depth.png"),
+        ("@eaDir/a.png $RECYCLE.BIN/x.png #recycle/b.png lost+found/y.png", 0, None),
+        ("outputs/00001.png outputs/00002.png", 0, "outputs: 2 images without captions are left out"),
+        ("predictions/a_p00_seed0.png predictions/b_p00_seed0.png", 0, "predictions/*_p00_seed0.png (2)"),
+    ],
+)
+def test_images_made_of_captioned_ones_are_masks_or_named_and_never_samples(tmp_path, made_of_others, masks, named):
+    write(tmp_path, "a.png", "b.png", "a.txt", "b.txt", *made_of_others.split())
+    found = captioned_in(tmp_path)
+    assert [(one.key, one.prompts) for one in found.samples] == [("a", ("make it snow",)), ("b", ("make it snow",))]
+    assert sum(one.mask is not None for one in found.samples) == masks
+    assert (named in found.notes[0] and f"{tmp_path}" in found.notes[0]) if named else found.notes == ()
+
+
+def test_images_without_any_captions_are_samples_but_not_what_is_made_of_them(tmp_path):
+    write(tmp_path, "a.png", "a-2.png", "b/a.png", "c/masks/d.png", "c/d.png", "masks/a.png", "x/00001.png")
+    found = captioned_in(tmp_path)
+    masks = {one.key: one.mask is not None for one in found.samples}
+    assert masks == {"a": True, "a-2": False, "c/d": True, "x/00001": False}
+    assert found.notes == (f"{tmp_path}: not read: b/a.png",)
+    write(tmp_path, "c/d.txt")
+    assert [one.key for one in captioned_in(tmp_path, instance="a dog").samples] == ["a-2", "a", "c/d", "x/00001"]
+    assert [one.key for one in captioned_in(tmp_path).samples] == ["c/d"]
+
+
+def test_two_masks_of_an_image_are_refused(tmp_path):
+    write(make_pairs(tmp_path, [(32, 32)]), "control_images/00_mask.png", "training_images/00-masklabel.png")
+    two = "training_images/00-masklabel.png and control_images/00_mask.png"
+    assert incomplete(tmp_path) == [f"{two}: two masks of one image, keep one"]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +329,16 @@ def test_folders_without_what_is_looked_for_are_refused(tmp_path, find, names, m
         find(tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    "folders",
+    [("control", "control_3"), ("control_2",), ("control_1", "control_3"), ("control", "control_2", "control4")],
+)
+def test_gap_in_the_numbers_of_folders_stops(tmp_path, folders):
+    """The next folder would be taken for the missing one."""
+    with pytest.raises(UserError, match=f"{', '.join(folders)}: a number is missing"):
+        found_in(numbered(tmp_path, *folders))
+
+
 # Captions.
 
 
@@ -290,7 +351,11 @@ def captions(folder, per_line=True):
     [
         ("one\n\n two \r\nthree", ("one", "two", "three")),
         ("\ufeffone", ("one",)),
+        ("\ufeff\ufeffone\n\ufefftwo", ("one", "two")),
         ("\n \n", ("",)),
+        ("---\r\ntitle: snow\r\ntags: [a]\r\n---\r\none\r\n", ("one",)),
+        ("+++\ntitle = 'snow'\n+++\n\none", ("one",)),
+        ("---\none\n---\ntwo", ("---", "one", "---", "two")),  # no settings: inspect names it
         *((f"a{mark}b\r\ntwo\rthree", (f"a{mark}b", "two", "three")) for mark in "\u2028\x85\x0b"),
         ('{\n "scene": "a cup"\n}\n', ('{\n "scene": "a cup"\n}',)),
         ('[\n "a cup",\n "a cat"\n]', ('[\n "a cup",\n "a cat"\n]',)),
@@ -346,6 +411,52 @@ def test_two_files_with_different_captions_are_refused(tmp_path):
     for other in ('{"width": 3}', "[[1, 2], [3, 4]]", '{"title": "about the file"}'):
         write(tmp_path, x__json=other)
         assert captions(tmp_path) == ("one", "two"), "a file without captions differs from none"
+
+
+@pytest.mark.parametrize("text", ["maké".encode("utf-16-le"), "make".encode("utf-16"), b"make\0", b"make \x1b[2J"])
+def test_text_in_another_encoding_is_refused_wherever_it_is(tmp_path, text):
+    root = write(make_pairs(tmp_path / "pairs", [(32, 32)]))
+    (root / "training_images" / "00.txt").write_bytes(text)
+    (root / "metadata.csv").write_bytes(b"file_name,prompt\ntraining_images/00.png," + text)
+    tar = write_tar(tmp_path / "x.tar", {**tar_members([0, 1]), "0000.txt": text})
+    (tmp_path / "prompts.txt").write_bytes(text)
+    (tmp_path / "00.png").write_bytes(picture(0))
+    (tmp_path / "00.txt").write_bytes(text)
+    told = "is not UTF-8"
+    with pytest.raises(UserError, match=told):
+        found_in(root)
+    (root / "metadata.csv").unlink()
+    assert [told in line for place in (root, tar) for line in found_in(place).incomplete] == [True, True]
+    for image, prompts_file in ((None, str(tmp_path / "prompts.txt")), (str(tmp_path / "00.png"), None)):
+        with pytest.raises(UserError, match=told):
+            EditsDataModule(image, None, prompts_file, None, [0], [1.0], None, None, 1024, 1)
+    if b"m\0a" in text:
+        assert "it looks like UTF-16" in found_in(root).incomplete[0]
+
+
+def test_prediction_reads_captions_as_training_does(tmp_path):
+    (write(tmp_path, "a.png") / "a.txt").write_text("---\ntitle: x\n---\nmake it\nsnow")
+    for per_line, prompts in ((True, ["make it", "snow"]), (False, ["make it\nsnow"])):
+        given = [str(tmp_path), None, None, None, [0], [1.0], None, None, 1024, 4]
+        [edit] = EditsDataModule(*given, caption_per_line=per_line).edits
+        assert edit.prompts == prompts == list(captioned_in_with(tmp_path, per_line).samples[0].prompts)
+
+
+def captioned_in_with(root, per_line):
+    return find_captioned([Root(root, caption_per_line=per_line)], None)
+
+
+def test_images_that_prediction_leaves_out_are_named(tmp_path, caplog):
+    write(tmp_path / "mixed", "a.png", "b.heic", "c.gif", "d.gif", "a.txt")
+    write(tmp_path / "phone", "b.heic")
+    with caplog.at_level("WARNING", "retouch"):
+        assert [path.name for [path] in find_images(str(tmp_path / "mixed"))] == ["a.png"]
+    assert re.search(r"left out \*\.(heic \(1\), \*.gif \(2\)|gif \(2\), \*.heic \(1\)): none of \.bmp", caplog.text)
+    with pytest.raises(UserError, match=r"phone: \*\.heic \(1\): none of \.bmp"):
+        find_images(str(tmp_path / "phone"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty: no image in it"):
+        find_images(str(tmp_path / "empty"))
 
 
 def test_one_file_is_one_caption_if_configured(tmp_path):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from datamodules.images.alignment import align
+from datamodules.images.captions import wrapped_line
 from datamodules.images.inspection import (
     Kind,
     Print,
@@ -27,6 +28,22 @@ BESIDE = {
     "other colours": lambda image: Image.merge("RGB", image.split()[::-1]),
     "compressed": lambda image: recompressed(image, 60),
 }
+
+
+@pytest.mark.parametrize(
+    ("captions", "wrapped"),
+    [
+        (("A mountain in the snow, seen from", "the valley below at dawn."), "A mountain in the snow, seen from"),
+        (("a long winter,", "and a short one"), "a long winter,"),
+        (("make it snow", "let it snow"), None),
+        (("Make it snow", "Let it snow"), None),
+        (("Make it snow.", "let it snow."), None),
+        (("one",), None),
+        (("", "a"), None),
+    ],
+)
+def test_lines_that_are_parts_of_a_sentence_are_found(captions, wrapped):
+    assert wrapped_line(captions) == wrapped
 
 
 def gray(image):

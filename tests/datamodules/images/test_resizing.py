@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from PIL import Image
 
 from datamodules.edits import EditsDataModule
 from datamodules.errors import UserError
-from datamodules.images.decoding import floor_size, shrunk, size_of_area
-from datamodules.images.resizing import MOST_CROPPED, Framing, bucket_table
+from datamodules.images.decoding import Facts, floor_size, shrunk, size_of_area
+from datamodules.images.resizing import MOST_CROPPED, Framing, bucket_table, notes_on
 from datamodules.images.samples import Root, Sample
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from tasks.models import without_network
 from tests.support.commands import compose
+from tests.support.pictures import photograph
 
 MEGAPIXEL = 1024**2
 SIDES = st.integers(16, 6000)
@@ -77,6 +79,60 @@ def test_a_picture_is_covered_cropped_by_a_few_percent_and_never_enlarged(width,
         assert abs(window.frame[0] / width - window.frame[1] / height) <= 0.51 / min(width, height) + 1e-9
     [exact] = views(framing("exact"), (width, height), root=Root("", resolution=(side,)))
     assert exact.windows[0].size == floor_size(*shrunk(width, height, side**2))
+
+
+MODELS = {
+    "kontext": ConditionImages(),
+    "flux2": ConditionImages(most_area=MEGAPIXEL, crops=True),
+    "flux3": ConditionImages(10, most_area=MEGAPIXEL, crops=True, whole_area=2048**2),
+    "krea2_edit": ConditionImages(most_area=MEGAPIXEL, condition_image_size=384**2),
+    "qwen": ConditionImages(1, 1, MEGAPIXEL, 384**2),
+}
+
+
+@settings(max_examples=300)
+@example("flux2", 3660, 1937, 1024, 1)
+@given(st.sampled_from(list(MODELS)), SIDES, SIDES, st.sampled_from([512, 1024]), st.integers(1, 2))
+def test_training_sees_an_image_at_the_size_of_prediction(model, width, height, side, count):
+    """The images of one view: the target has the size of the result that the pipeline makes of its control."""
+    images = MODELS[model]
+    [view] = views(
+        framing("exact", condition_images=images), *[(width, height)] * (1 + count), root=Root("", resolution=(side,))
+    )
+    seen = (images.alone if count == 1 else images.window)(width, height, side**2)
+    assert view.windows == (seen,) * (1 + count)
+    if (model, width, height) == ("flux2", 3660, 1937):
+        assert seen.size == (1392, 736)
+
+
+@pytest.mark.parametrize("model", ["kontext", "flux2", "krea2_edit", "flux3"])
+@pytest.mark.parametrize("buckets", ["exact", "aspect"])
+def test_target_that_extends_its_control_to_one_side_has_its_scale(model, buckets, tmp_path):
+    """An outpaint: shrinking the target alone would teach a zoom."""
+    images = MODELS[model]
+    frame = framing(buckets, condition_images=images)
+    for wide, control in (((256, 128), (128, 128)), ((2000, 3000), (2000, 1500)), ((2048, 1024), (1024, 1024))):
+        [view] = views(frame, wide, control, root=Root("", resolution=(128,)))
+        target, seen = view.windows
+        pairs = (*zip(target.frame, wide, strict=True), *zip(seen.frame, control, strict=True))
+        scales = [side / own for side, own in pairs]
+        assert max(scales) / min(scales) < 1 + 16 / min(seen.size)  # within a token
+    if (model, buckets) == ("kontext", "exact"):
+        [view] = views(frame, (256, 128), (128, 128), root=Root("", resolution=(128,)))
+        assert [window.size for window in view.windows] == [(176, 80), (80, 80)]
+    photograph("coffee", 1600, 1600).save(tmp_path / "x.png")
+    edits = EditsDataModule(str(tmp_path / "x.png"), "x", None, None, [0], [1.0], 1600, 3200, MEGAPIXEL, 1)
+    edits.condition_images = images
+    windows, size = edits._windows((tmp_path / "x.png",))
+    assert size == (3200, 1600)
+    assert windows[0].frame == (images.shrunk(1600, 1600) if model != "flux3" else (1600, 1600))
+
+
+def test_other_extensions_are_noted_with_their_zoom():
+    root, facts = Root("", resolution=(128,)), [[Facts(*size, False, False, "") for size in ((300, 160), (128, 128))]]
+    seen = views(framing("exact"), (300, 160), (128, 128), root=root)
+    notes = notes_on(seen, facts, [root], framing("exact"), "pairs")
+    assert re.match(r"1 pair has control and target of other proportions, .* by up to 1\.94 times", notes[-1])
 
 
 @given(SIDES, SIDES, st.sampled_from([256, 1024]))

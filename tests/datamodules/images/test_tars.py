@@ -88,7 +88,7 @@ def test_zeroed_header_in_the_middle_is_said(tmp_path):
     [
         ("text", "is empty or no tar"),
         ("gzip", r"is compressed, .* repack it as a plain \.tar"),
-        ("no images", "no images"),
+        ("no images", "no usable images"),
         ("folder", "no pairs found"),
     ],
 )

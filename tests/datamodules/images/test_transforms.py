@@ -1,5 +1,6 @@
 """A file becomes the tensor that the diffusers pipelines would make of it."""
 
+import io
 import os
 import re
 import struct
@@ -12,7 +13,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from datamodules.errors import UserError
-from datamodules.images.decoding import floor_size, image_size, open_image, verify_image
+from datamodules.images.decoding import floor_size, image_size, open_image, open_mask, verify_image, verify_mask
 from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
 from tests.support.pictures import photograph
 
@@ -51,6 +52,22 @@ def test_exif_rotation_is_applied_to_pixels_and_size(image, tmp_path):
     image.save(tmp_path / "x.png", exif=exif)
     assert image_size(tmp_path / "x.png") == (32, 48)
     assert np.array_equal(open_image(tmp_path / "x.png"), image.transpose(Image.Transpose.ROTATE_270))
+
+
+# JPEG 2000, BMP, GIF and PPM hold no EXIF.
+@pytest.mark.parametrize("suffix", ["tif", "jpg", "png", "webp", "avif", "jp2", "bmp", "gif", "ppm"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_header_and_pixels_are_turned_by_one_rule(image, tmp_path, suffix, orientation):
+    path, exif = tmp_path / f"x.{suffix}", Image.Exif()
+    exif[0x0112] = orientation
+    stored = image.rotate(90, expand=True)
+    stored.save(path, exif=exif)
+    turned = orientation in range(5, 9) and suffix in ("tif", "jpg", "png", "webp", "avif")
+    assert image_size(path) == open_image(path).size == (SIZE if turned else SIZE[::-1])
+    if suffix in ("tif", "png"):
+        ways = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))  # of PIL's Transpose
+        expected = stored.transpose(Image.Transpose(ways[orientation])) if orientation in ways else stored
+        assert np.array_equal(open_image(path), expected)
 
 
 def test_rotation_that_a_png_tells_behind_its_pixels_counts_too(image, tmp_path):
@@ -101,6 +118,49 @@ def test_mask_is_brightness_at_the_targets_size(tmp_path):
     assert loaded[..., 28:].max() == 0
 
 
+def test_transparent_mask_is_its_alpha_channel_and_else_refused(image, tmp_path):
+    shape = Image.new("L", SIZE)
+    shape.paste(255, (0, 0, 24, 32))
+    for colour in ("white", "black", "red"):
+        mask = Image.new("RGBA", SIZE, colour)
+        mask.putalpha(shape)
+        mask.save(tmp_path / "m.png")
+        assert np.array_equal(open_mask(tmp_path / "m.png"), shape)
+    black = Image.new("RGB", SIZE)  # on a transparent colour
+    black.paste("white", (0, 0, 24, 32))
+    black.save(tmp_path / "m.png", transparency=(0, 0, 0))
+    assert np.array_equal(open_mask(tmp_path / "m.png"), shape)
+    image.putalpha(shape)
+    image.save(tmp_path / "m.png")
+    with pytest.raises(UserError, match=r"m\.png has colours and transparent parts: save it without an alpha channel"):
+        open_mask(tmp_path / "m.png")
+    Image.merge("RGBA", (*image.split()[:3], Image.new("L", SIZE, 255))).save(tmp_path / "m.png")
+    assert np.array_equal(open_mask(tmp_path / "m.png"), image.convert("RGB").convert("L"))
+
+
+@pytest.mark.parametrize(
+    ("mask", "line"),
+    [
+        (np.uint16([[0, 1]]), "is black all over"),
+        (np.uint16([[0, 255]]), "is black all over"),
+        (np.uint8([[0, 1]]), "has levels of 0 to 1 of 255, as good as black"),
+        (np.zeros((1, 2), bool), "is black all over"),
+        (np.zeros((1, 2, 4), np.uint8), "is black all over"),
+    ],
+)
+def test_mask_of_zeros_is_refused_with_its_name(tmp_path, mask, line):
+    """Nothing would be trained. Programs write 1, not white, for what counts."""
+    Image.fromarray(np.tile(mask, (16, 8) + (1,) * (mask.ndim - 2))).save(tmp_path / "m.png")
+    with pytest.raises(UserError, match=rf"the mask {tmp_path}/m\.png {line}, so nothing would be trained"):
+        verify_mask(tmp_path / "m.png")
+
+
+def test_mask_that_is_white_all_over_is_known_as_such(tmp_path):
+    for level, white in ((255, True), (254, False)):
+        Image.new("L", SIZE, level).save(tmp_path / "m.png")
+        assert verify_mask(tmp_path / "m.png") == white
+
+
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
 def test_truncated_file_is_found_without_a_full_decode(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
@@ -109,6 +169,47 @@ def test_truncated_file_is_found_without_a_full_decode(tmp_path, suffix):
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(UserError, match=f"cannot read the image {path}"):
         verify_image(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"quality": 100}])
+@pytest.mark.parametrize("more", [b"", b"a phone's trailer"])
+def test_jpeg_that_was_cut_and_closed_is_found(tmp_path, options, more):
+    """A decoder fills the rest with grey, without a word."""
+    path = tmp_path / "x.jpg"
+    photograph("coffee", 256, 256).save(path, exif=thumbnail(), **options)
+    whole = path.read_bytes()
+    path.write_bytes(whole + more)
+    verify_image(path)
+    for kept in (len(whole) * 3 // 4, len(whole) - 600) if "progressive" not in options else (len(whole) * 3 // 4,):
+        path.write_bytes(whole[:kept] + b"\xff\xd9" + more)
+        open_image(path)  # PIL sees nothing
+        with pytest.raises(UserError, match=f"cannot read the image {path}: a part of its pixels is missing"):
+            verify_image(path)
+
+
+def thumbnail():
+    """Return EXIF with a JPEG in it, whose end is not that of the image."""
+    small = io.BytesIO()
+    photograph("coffee", 32, 32).save(small, "JPEG")
+    exif = Image.Exif()
+    exif[0x927C] = small.getvalue()
+    return exif
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA"])
+def test_png_with_rows_missing_is_found_though_its_checksums_are_right(tmp_path, mode):
+    path = tmp_path / "x.png"
+    for size in ((17, 23), (48, 32)):
+        photograph("coffee", *size).convert(mode).save(path)
+        verify_image(path)
+        begin, _, rest = path.read_bytes().partition(b"IDAT")
+        length = int.from_bytes(begin[-4:])
+        rows = zlib.decompress(rest[:length])
+        fewer = b"IDAT" + zlib.compress(rows[: len(rows) * 3 // 4])
+        chunk = struct.pack(">I", len(fewer) - 4) + fewer + struct.pack(">I", zlib.crc32(fewer))
+        path.write_bytes(begin[:-4] + chunk + rest[length + 4 :])
+        with pytest.raises(UserError, match=f"cannot read the image {path}: rows of its pixels are missing"):
+            verify_image(path)
 
 
 def unreadable(path, kind):

@@ -1,0 +1,99 @@
+"""Captions of an image: one or several, in files next to it or in the columns of a table."""
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from datamodules.errors import UserError
+from datamodules.images.samples import CAPTION_SUFFIXES
+
+# Keys of a JSON object that hold captions.
+CAPTION_KEYS = ("captions", "caption", "prompt")
+# YAML between `---`, or TOML between `+++`, before the text of a file.
+_FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(?=\s*[\w-]+[ \t]*[:=]).*?^(\1|\.\.\.)[ \t]*(\n|\Z)", re.S | re.M)
+
+
+def read_captions(contents: Mapping[str, Any], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
+    """Return the captions of an image and the name of the file that holds them; () and None if no file does.
+
+    Args:
+        contents: of X.txt, X.caption and X.json by file name, as `parsed`; any may be missing.
+        per_line: treat each line of a text as a caption.
+
+    Raises:
+        UserError: the only file holds no captions, or two files differ.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for suffix in CAPTION_SUFFIXES:
+        for name, content in contents.items():
+            if name.lower().endswith(suffix):
+                prompts = (
+                    _json_prompts(content, name, not found) if suffix == ".json" else text_prompts(content, per_line)
+                )
+                found |= {name: prompts} if prompts else {}
+    if len({tuple(" ".join(prompts).split()) for prompts in found.values()}) > 1:
+        raise UserError(f"{' and '.join(found)} hold different captions of one image. Keep one")
+    return next(((prompts, name) for name, prompts in found.items()), ((), None))
+
+
+def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
+    """Return each non-empty line, or the whole text if it is a JSON object or array; ("",) if there is none.
+
+    Lines end as on Unix, Windows and old Macs, not at other separators of Unicode. Front matter is no caption.
+    """
+    with suppress(ValueError, RecursionError):
+        per_line = per_line and not isinstance(json.loads(text), dict | list)
+    text = _FRONT_MATTER.sub("", re.sub("\r\n?", "\n", text))
+    lines = text.split("\n")
+    return _stripped(lines if per_line else ["\n".join(lines)])
+
+
+def parsed(text: str, name: str) -> Any:
+    """Return a text as it is, but the content of a JSON file; raises a UserError if it is none."""
+    try:
+        return json.loads(text) if name.lower().endswith(".json") else text
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
+
+
+def _json_prompts(value: Any, name: str, alone: bool) -> tuple[str, ...]:
+    """Return the captions of a JSON file; () if it is about something else, and not `alone`.
+
+    Raises:
+        UserError: it holds no captions.
+    """
+    if isinstance(value, dict):
+        value = next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
+    prompts = None if value is None else captions_of(value)
+    if prompts is None and alone:
+        raise UserError(
+            f"{name}: captions must be a text, a list of texts, or an object with one of {', '.join(CAPTION_KEYS)}; "
+            f"a prompt that is itself JSON is written in {Path(name).stem}.txt"
+        )
+    return prompts or ()
+
+
+def captions_of(value: Any) -> tuple[str, ...] | None:
+    """Return the captions in a value: a text, an object (one caption in JSON), or a list of them; None if neither."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str | dict) for one in values):
+        return None
+    return _stripped([one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values])
+
+
+def _stripped(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(text.strip() for text in texts if text.strip()) or ("",)
+
+
+def wrapped_line(captions: Sequence[str]) -> str | None:
+    """Return the first caption that ends in the middle of a sentence, which the next one continues."""
+    prose = any(caption[:1].isupper() or caption.endswith((".", "!", "?")) for caption in captions)
+    for one, following in itertools.pairwise(captions):
+        unfinished = one[-1:] == "," or (prose and (one[-1:].isalnum() or one.endswith(("-", ";"))))
+        if unfinished and following[:1].islower():
+            return one
+    return None
