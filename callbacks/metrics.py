@@ -1,6 +1,7 @@
 """Metrics of a run: metrics.csv with a row for each step, the loggers, and the numbers of the progress bar."""
 
 import csv
+import logging
 import math
 import statistics
 import time
@@ -14,8 +15,11 @@ import torch
 from callbacks.trackio_logger import alert
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
+from report.diagnosis import diverged
 from report.tables import read_metrics
 from runs.run_folder import RunFolder
+
+log = logging.getLogger("retouch")
 
 COLUMNS = (
     *("step", "loss", "loss_avg", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "data_wait"),
@@ -49,7 +53,7 @@ class _Clock(NamedTuple):
 
 
 class Metrics(L.Callback):
-    """Measure each optimizer step over its whole accumulation window and over all processes.
+    """Measure each optimizer step over its whole accumulation window and over all processes; warn if it diverges.
 
     - loss: mean of the window; loss_avg: running mean of the last `WINDOW` steps;
     - active_rank: rank of a T-LoRA, the mean over the samples;
@@ -63,6 +67,8 @@ class Metrics(L.Callback):
     def __init__(self, output_dir: str) -> None:
         self.path = RunFolder(output_dir).metrics
         self.latest: dict[str, float] = {}
+        self.losses: list[float] = []
+        self._diverged = False
         self.peak_memory = 0
         self._running: deque[float] = deque(maxlen=WINDOW)
         self._process = psutil.Process()
@@ -92,6 +98,7 @@ class Metrics(L.Callback):
 
     def _remember(self, *losses: float) -> None:
         """Include losses in the running mean, without those of skipped steps."""
+        self.losses += losses
         self._running.extend(loss for loss in losses if math.isfinite(loss))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
@@ -174,6 +181,9 @@ class Metrics(L.Callback):
             if trainer.is_global_zero and step.number % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
                 for logger in trainer.loggers:
                     logger.log_metrics(self.latest, step.number)
+        if trainer.is_global_zero and not self._diverged and (line := diverged(self.losses)):
+            self._diverged = True
+            log.warning(f"note: {line}")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if hasattr(self, "_file"):

@@ -96,13 +96,16 @@ class Report(L.Callback):
         sampler, validated = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
         names = Names.of_run(module, self.run, self.model_name)
         seed = None if sampler is None else sampler.seed
+        lines = [] if validated is None else validated.best_lines(module.adapter.folder)
+        if validated is not None and (failure := validated.failure([float(row["loss"]) for row in metrics])):
+            lines.insert(0, failure)
         facts = [without_secrets(module.base.name), str(module.adapter), module.objective.chosen]
         facts += [module.optimization.describe(), f"step {trainer.global_step} of {trainer.max_steps}"]
         render(
             self.run.report,
             title=self.run.path.name,
             subtitle=", ".join(filter(None, [*facts, module.base.timer.now])),
-            lines=[] if validated is None else validated.best_lines(module.adapter.folder),
+            lines=lines,
             numbers=headline(metrics, validation),
             rows=rows,
             steps=sorted(samples),

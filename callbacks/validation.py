@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -22,6 +22,7 @@ from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
+from report.diagnosis import diagnosis
 from report.image_metrics import EditMetrics
 from report.tables import ENDS, changes, read_validation, write_rows
 from runs.run_folder import RunFolder
@@ -216,12 +217,18 @@ class Validation(L.Callback):
         then, now = (
             f"{self.monitor} {row.get(self.monitor, math.nan):.4g} at step {row['step']:.0f}" for row in (best, last)
         )
-        lines = [f"best: {folder}/best, {then}; {folder}/last: {now}"]
+        nothing = best.get(f"{self.monitor}_nothing", math.nan)
+        than = f" (doing nothing: {nothing:.4g})" if self._score({self.monitor: nothing}) > self._score(best) else ""
+        lines = [f"best: {folder}/best, {then}{than}; {folder}/last: {now}"]
         if len(judged) >= FEWEST_TO_JUDGE:
             more = f"train longer, trainer.max_steps={2 * last['step']:.0f}"
             longer = f"{self.monitor} still improves at step {last['step']:.0f}: {more}"
             lines.append(longer if best is judged[-1] else self._has_stopped_improving(best))
         return lines
+
+    def failure(self, losses: Sequence[float]) -> str | None:
+        """Return a line about the failure that the run's figures show, given the losses of its steps."""
+        return diagnosis(losses, self.rows, self.best(), self.monitor, bool(self.directions[self.monitor]))
 
     def _has_stopped_improving(self, best: Mapping[str, float]) -> str:
         return f"{self.monitor} has not improved since step {best['step']:.0f}: use `best`, which is from there"

@@ -55,6 +55,8 @@ class FeatureSimilarity(MeanMetric):
 AGREEING = 16 / 255
 # Smallest share of an image outside of the edit for which statistics are computed.
 LEAST_OUTSIDE = 0.1
+# Factor of the edges in noise to those of images.
+ROUGHER = 1.5
 # Rounds of measuring a shift and undoing it.
 ROUNDS = 3
 
@@ -92,6 +94,16 @@ def undo_shift(result: Tensor, source: Tensor, weights: Tensor) -> tuple[tuple[f
     return (x, y), aligned
 
 
+def is_noise(result: Tensor, *images: Tensor) -> bool:
+    """Return whether a result (3, H, W) is much rougher than all images, with edges that none of them has."""
+    own = edges(result.float().cpu().mean(0).numpy())
+    for image in images:
+        expected = edges(image.mean(0).numpy())
+        if own.mean() < ROUGHER * expected.mean() or shift(expected, own)[2] >= BELIEVED:
+            return False
+    return True
+
+
 def match_colours(image: Tensor, source: Tensor, where: Tensor) -> Tensor:
     """Return an image with its colours mapped to those of the source by the affine map that fits best there."""
     # Ridge regression towards the identity: colours that are missing outside keep their values.
@@ -120,7 +132,8 @@ class EditMetrics(Metric):
     - shift: pixels by which the result is shifted against the source outside of the edit;
     - drift: root mean square change there, in levels of 255, apart from the shift and a change of all colours;
     - colour_shift: root mean square there of the change of all colours, an affine map, in levels of 255;
-    - strength: share of the change towards the target: 0 for the source, 1 for the target, above 1 for too much.
+    - strength: share of the change towards the target: 0 for the source, 1 for the target, above 1 for too much; noise
+      has none.
 
     Means exclude edits without a figure: an edit of the whole image leaves nothing outside.
     """
@@ -155,7 +168,7 @@ class EditMetrics(Metric):
             self.colour_shift.append(_levels((aligned - result)[:, where]))
             if moved is not None:
                 self.shift.append(torch.tensor(moved).norm())
-        if size := wanted.square().sum():
+        if (size := wanted.square().sum()) and not is_noise(preds[0], target, source):
             self.strength.append(((result - source) * wanted).sum() / size)
 
     def compute(self) -> dict[str, Tensor]:

@@ -133,6 +133,8 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
         log.info(f"look at it: {run.report}")
     for line in [] if validation is None else validation.best_lines(str(run.path / kind)):
         log.info(line)
+    if validation is not None and metrics is not None and (failure := validation.failure(metrics.losses)):
+        log.warning(f"note: {failure}")
     log.info(f"done: {run.weights(kind, 'last')}")
     sample = next(last_strips(run), None)
     photo = str(run.control) if run.control.is_file() else "PHOTO.png"
