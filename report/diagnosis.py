@@ -1,4 +1,4 @@
-"""What failed in a run, judged by its figures: the row of the table in docs/first-edit.md that fits."""
+"""Failure of a run, judged by its figures: the row of the table in docs/first-edit.md that fits."""
 
 import math
 import statistics
