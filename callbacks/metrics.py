@@ -15,7 +15,7 @@ import torch
 from callbacks.trackio_logger import alert
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
-from report.diagnosis import diverged
+from report.diagnosis import FIRST_STEPS, STEPS, diverged
 from report.tables import read_metrics
 from runs.run_folder import RunFolder
 
@@ -181,7 +181,8 @@ class Metrics(L.Callback):
             if trainer.is_global_zero and step.number % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
                 for logger in trainer.loggers:
                     logger.log_metrics(self.latest, step.number)
-        if trainer.is_global_zero and not self._diverged and (line := diverged(self.losses)):
+        first, last = self.losses[:FIRST_STEPS], self.losses[FIRST_STEPS:][-STEPS - len(steps) :]
+        if trainer.is_global_zero and not self._diverged and (line := diverged([*first, *last])):
             self._diverged = True
             log.warning(f"note: {line}")
 

@@ -4,9 +4,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-# Last steps whose losses all exceed the median before them by a factor that noise makes once in 100,000 times, and the
-# loss of predicting nothing, which is about 2.
-STEPS, RISE, USELESS = 5, 3.0, 3.0
+# First steps, at least and at most, with whose median loss later ones are compared; steps in a row that all exceed it by
+# this factor, as noise hardly does, and the loss of predicting nothing, which is about 2.
+LEAST_STEPS, FIRST_STEPS, STEPS, RISE, USELESS = 7, 20, 5, 3.0, 3.0
 # Share of an edit below which it is too weak, and above which it is too strong.
 WEAK, STRONG = 0.3, 1.3
 # Pixels of a shift, and levels of 255 outside of the edit, above those of JPEG compression.
@@ -19,13 +19,12 @@ PAGE = "docs/first-edit.md"
 def diverged(losses: Sequence[float]) -> str | None:
     """Return a line about a loss that has risen beyond doubt; None if it has not."""
     known = [loss for loss in losses if math.isfinite(loss)]
-    if len(known) < 2 * STEPS:
-        return None
-    before, last = statistics.median(known[:-STEPS]), known[-STEPS:]
-    if min(last) < max(RISE * before, USELESS):
-        return None
-    rises = f"the loss rises, from {before:.3g} to {statistics.median(last):.3g}"
-    return f"{rises}: train again with a third of optimizer.lr ({PAGE})"
+    for start in range(LEAST_STEPS, len(known) - STEPS + 1):
+        before, later = statistics.median(known[: min(start, FIRST_STEPS)]), known[start : start + STEPS]
+        if min(later) > max(RISE * before, USELESS):
+            rises = f"the loss rises, from {before:.3g} to {statistics.median(later):.3g}"
+            return f"{rises}: train again with a third of optimizer.lr ({PAGE})"
+    return None
 
 
 def diagnosis(
