@@ -4,8 +4,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-# First steps, at least and at most, with whose median loss later ones are compared; steps in a row that all exceed it by
-# this factor, as noise hardly does, and the loss of predicting nothing, which is about 2.
+# First steps, at least and at most, whose median loss later ones are compared with; steps in a row that all exceed it
+# by this factor, as noise hardly does, and the loss of predicting nothing, which is about 2.
 LEAST_STEPS, FIRST_STEPS, STEPS, RISE, USELESS = 7, 20, 5, 3.0, 3.0
 # Share of an edit below which it is too weak, and above which it is too strong.
 WEAK, STRONG = 0.3, 1.3

@@ -122,6 +122,14 @@ def test_every_file_that_is_not_read_is_named_by_folder_and_ending(tmp_path):
     assert found_in(tmp_path / "one").notes[0].endswith("not read: depth/a_end.png")
 
 
+def test_missing_caption_names_the_file_that_is_there(tmp_path):
+    make_pairs(tmp_path, [(32, 32)] * 2)
+    for name, other in (("00", "00.caption.txt"), ("01", "01-de.txt")):
+        (tmp_path / "training_images" / f"{name}.txt").rename(tmp_path / "training_images" / other)
+    for line, other in zip(found_in(tmp_path).incomplete, ("00.caption.txt", "01-de.txt"), strict=True):
+        assert line.endswith(f"(there is {tmp_path}/training_images/{other})")
+
+
 def test_pairs_in_folders_below_the_two_belong_together(tmp_path):
     make_pairs(tmp_path, [(32, 32)])
     pair = ("control_images/a/q.png", "control_images/a/q_control_1.png", "training_images/a/q.png")
