@@ -181,7 +181,7 @@ class Metrics(L.Callback):
             if trainer.is_global_zero and step.number % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
                 for logger in trainer.loggers:
                     logger.log_metrics(self.latest, step.number)
-        first, last = self.losses[:FIRST_STEPS], self.losses[FIRST_STEPS:][-STEPS - len(steps) :]
+        first, last = self.losses[: max(FIRST_STEPS)], self.losses[max(FIRST_STEPS) :][-STEPS - len(steps) :]
         if trainer.is_global_zero and not self._diverged and (line := diverged([*first, *last])):
             self._diverged = True
             log.warning(f"note: {line}")

@@ -4,9 +4,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-# First steps, at least and at most, whose median loss later ones are compared with; steps in a row that all exceed it
-# by this factor, as noise hardly does, and the loss of predicting nothing, which is about 2.
-LEAST_STEPS, FIRST_STEPS, STEPS, RISE, USELESS = 7, 20, 5, 3.0, 3.0
+# Numbers of first steps, and the factor by which later losses exceed their median if they have risen: noise hardly does
+# so in as many STEPS in a row. The loss of predicting nothing is about 2.
+FIRST_STEPS, STEPS, USELESS = {3: 10.0, 7: 4.0, 20: 3.0}, 5, 3.0
 # Share of an edit below which it is too weak, and above which it is too strong.
 WEAK, STRONG = 0.3, 1.3
 # Pixels of a shift, and levels of 255 outside of the edit, above those of JPEG compression.
@@ -19,10 +19,13 @@ PAGE = "docs/first-edit.md"
 def diverged(losses: Sequence[float]) -> str | None:
     """Return a line about a loss that has risen beyond doubt; None if it has not."""
     known = [loss for loss in losses if math.isfinite(loss)]
-    for start in range(LEAST_STEPS, len(known) - STEPS + 1):
-        before, later = statistics.median(known[: min(start, FIRST_STEPS)]), known[start : start + STEPS]
-        if min(later) > max(RISE * before, USELESS):
-            rises = f"the loss rises, from {before:.3g} to {statistics.median(later):.3g}"
+    for start in range(min(FIRST_STEPS), len(known) - STEPS + 1):
+        later = known[start : start + STEPS]
+        before = min((factor * statistics.median(known[:n]), n) for n, factor in FIRST_STEPS.items() if n <= start)
+        if min(later) > max(before[0], USELESS):
+            rises = (
+                f"the loss rises, from {statistics.median(known[: before[1]]):.3g} to {statistics.median(later):.3g}"
+            )
             return f"{rises}: train again with a third of optimizer.lr ({PAGE})"
     return None
 

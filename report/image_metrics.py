@@ -56,7 +56,7 @@ AGREEING = 16 / 255
 # Smallest share of an image outside of the edit for which statistics are computed.
 LEAST_OUTSIDE = 0.1
 # Factor of the edges in noise to those of images.
-ROUGHER = 1.5
+ROUGHER = 1.2
 # Rounds of measuring a shift and undoing it.
 ROUNDS = 3
 
