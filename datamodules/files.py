@@ -9,14 +9,16 @@ import re
 import shutil
 import struct
 import threading
+import time
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from stat import S_IMODE, S_ISDIR, S_ISREG
+from types import ModuleType
 
 from PIL import Image
 from safetensors import SafetensorError
@@ -64,7 +66,8 @@ def reading(path: str | Path, remedy: str, expected: str | None = None) -> Itera
     except OSError as error:
         raise UserError(f"cannot read {path}: {reason(error)}; {remedy}") from error
     except (*DAMAGED, SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError, YAMLError) as error:
-        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a GPU
+        ours = isinstance(getattr(error, "obj", None), ModuleType)  # a function that this system lacks
+        if ours or type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a GPU
             raise
         file = Path(path)
         kind = (
@@ -214,12 +217,20 @@ def replacing(path: Path, private: bool = False) -> Iterator[Path]:
             os.fsync(file.fileno())
         if mode is not None:
             temporary.chmod(mode)
-        os.replace(temporary, path)
+        _replace(temporary, path)
     except WRITE_ERRORS as error:
         kept = "; the file that was there before is untouched" if os.path.exists(path) else ""
         raise UserError(f"cannot write {path}: {reason(error)}{kept}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    for seconds in (0.1, 0.2, 0.4, 0.8):  # while another process reads the older file, Windows refuses
+        with suppress(PermissionError):
+            return os.replace(temporary, path)
+        time.sleep(seconds)
+    return os.replace(temporary, path)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class SweepSummary(Callback):
         run = RunFolder(config.hydra.runtime.output_dir)
         curve, measured, weights = read_metrics(run.metrics), read_validation(run.validation), run.saved_weights()
         failed = job_return.status is not JobStatus.COMPLETED
-        end = json.loads(run.finished.read_text()) if run.finished.is_file() else {}
+        end = json.loads(run.finished.read_text(encoding="utf-8")) if run.finished.is_file() else {}
         row = {
             "job": run.path.name,
             "overrides": "",

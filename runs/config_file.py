@@ -99,6 +99,6 @@ def _signature(text: bytes) -> bytes:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.is_file() or path.stat().st_size != KEY_LETTERS:
             with replacing(path, private=True) as temporary:
-                temporary.write_text(secrets.token_hex())
+                temporary.write_text(secrets.token_hex(), encoding="utf-8")
         return hmac.new(path.read_bytes(), text, hashlib.sha256).hexdigest().encode()
     return b""

@@ -157,7 +157,7 @@ class RunFolder:
     def write_end(self, end: End) -> None:
         """Record that the run has ended."""
         with replacing(self.finished) as temporary:
-            temporary.write_text(json.dumps(end._asdict()) + "\n")
+            temporary.write_text(json.dumps(end._asdict()) + "\n", encoding="utf-8")
 
     def read_end(self, max_steps: int, early_stopping: bool) -> End | None:
         """Return the end of a run that has reached max_steps or, with early_stopping, was stopped early; else None."""

@@ -97,7 +97,7 @@ class _TolerantPipe(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError:  # a BrokenPipeError; on Windows it has no class of its own
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())
             return super().write(data)
@@ -106,7 +106,7 @@ class _TolerantPipe(io.FileIO):
 def _tolerant(stream: TextIO | None) -> TextIO:
     """Return the stream, a `_TolerantPipe` in place of a pipe, or /dev/null in place of a closed stream."""
     if stream is None:
-        return open(os.devnull, "w")
+        return open(os.devnull, "w", encoding="utf-8")
     is_original = any(stream is one for one in (sys.__stdout__, sys.__stderr__))
     if not is_original or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
         return stream

@@ -77,7 +77,7 @@ class Mirror:
         if there is not None and not resumes:
             raise UserError(f"output_dir={self.bucket} already contains a run. Resume it with resume=auto.")
         with suppress(FileNotFoundError, *DAMAGED):
-            note = json.loads(self.note.read_text())
+            note = json.loads(self.note.read_text(encoding="utf-8"))
             self.states, self.files = note["states"], note["files"]
         if there is None:
             self.files = dict.fromkeys(self.files)
@@ -111,7 +111,7 @@ class Mirror:
 
     def _write_note(self) -> None:
         with replacing(self.note) as temporary:
-            temporary.write_text(json.dumps({"states": self.states, "files": self.files}))
+            temporary.write_text(json.dumps({"states": self.states, "files": self.files}), encoding="utf-8")
 
     def _work(self) -> None:
         tries, tried = 0, None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import PurePath
 from typing import NamedTuple
 
 import imagehash
@@ -173,7 +174,7 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageF
             try:
                 seen[path] = look(path, mask=True) if path == sample.mask else see(path)
             except UserError as error:
-                short = str(error).replace(str(path), str(path).rpartition("/")[2])
+                short = str(error).replace(str(path), PurePath(str(path)).name)
                 unreadable.append((Kind.UNREADABLE, printable(short)))
     found = [*unreadable, *_faults(sample, seen, sides)]
     if wordless := [prompt for prompt in sample.prompts if not any(map(str.isalpha, prompt))]:

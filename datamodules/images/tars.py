@@ -73,7 +73,8 @@ def tar_table(place: str, tars: Sequence[Path], per_line: bool) -> Table:
     incomplete: list[str] = []
     for tar, path in zip(tars, paths, strict=True):
         scan = _Scan(tar)
-        prefix = f"{os.path.relpath(path, above).removesuffix(SUFFIX)}/" if len(tars) > 1 else ""
+        below = Path(os.path.relpath(path, above)).as_posix()
+        prefix = f"{below.removesuffix(SUFFIX)}/" if len(tars) > 1 else ""
         samples |= {prefix + key: values for key, values in scan.samples(per_line).items()}
         images |= {column: None for own in scan.images.values() for column in own}
         incomplete += scan.faults.values()

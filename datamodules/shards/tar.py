@@ -127,7 +127,7 @@ def write_part(tar: Path, rows: Iterable[Row], checksum: str) -> None:
     facts = {"shard": tar.name, "sha256": checksum, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     with replacing(part_path(tar)) as temporary:
         head = json.dumps({**facts, "crc32": zlib.crc32((json.dumps(facts) + text).encode())})
-        temporary.write_text(f"{head}\n{text}", encoding="utf-8")
+        temporary.write_bytes(f"{head}\n{text}".encode())  # as text, Windows would change the line ends
 
 
 def parse_part(text: bytes, tar: str) -> Part:

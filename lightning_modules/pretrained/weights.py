@@ -208,7 +208,7 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
     transformer.save_config(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": how}
-    path.write_text(json.dumps(config, indent=2, default=str) + "\n")
+    path.write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
     pattern = "diffusion_pytorch_model{suffix}.safetensors"
     save_torch_state_dict(state, folder, filename_pattern=pattern, max_shard_size=FILE_SIZE)
 

@@ -92,6 +92,20 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path, mode):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_that_another_process_reads_is_replaced_as_soon_as_windows_permits_it(tmp_path, monkeypatch):
+    replace, refusals = os.replace, [PermissionError(13, "it is open")] * 2
+
+    def refuse(*paths):
+        if refusals:
+            raise refusals.pop()
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with replacing(tmp_path / "table.csv") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "table.csv").read_text() == "new"
+
+
 def test_a_file_is_read_up_to_a_size_and_a_device_not_at_all(tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     assert read_bytes(tmp_path / "x", 5) == b"12345"

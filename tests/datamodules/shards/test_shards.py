@@ -1,6 +1,8 @@
 """The shard format: members, ids, the index, and batches by random access."""
 
+import os
 import threading
+import zlib
 
 import pytest
 import safetensors.torch
@@ -21,6 +23,14 @@ from tests.support.latents import tensors
 def reader(cache, empty_prompt=False, **more):
     samples = list(index_of(cache.rows()).samples.values())
     return LatentReader(Folder(cache.folder), samples, empty_prompt, **more)
+
+
+def test_functions_that_a_system_lacks_are_not_needed_or_named_and_the_file_is_not_called_damaged(cache, monkeypatch):
+    monkeypatch.delattr(os, "pread")  # as on Windows
+    assert reader(cache)([(1, 40)]).keys == ["sample 1"]
+    monkeypatch.delattr(zlib, "crc32")
+    with pytest.raises(AttributeError, match="'zlib' has no attribute 'crc32'"):
+        reader(cache)([(1, 40)])
 
 
 def test_stock_webdataset_finds_the_members(cache):
