@@ -1,6 +1,7 @@
 """Runs that the page starts: processes of their own, which go on without it, and the queue of those that wait."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,8 @@ from tasks.arguments import read_values
 TRAIN = Path(__file__).parent.parent / "train.py"
 
 
+# On Windows, Ctrl-C stays within a group, and only processes of one console can be interrupted or end with its window.
+NEW_GROUP, NO_CONSOLE = (getattr(subprocess, name, 0) for name in ("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW"))
 # The names of commands that use a folder: a lock from elsewhere may name any process.
 COMMANDS = ("train", "predict", "retouch-train", "retouch-predict")
 
@@ -60,21 +63,23 @@ class Jobs:
 
     def start(self, arguments: Sequence[str], run: RunFolder, script: str = "train") -> None:
         """Start train.py, or predict.py, with its output in the run's log; it counts as running at once."""
-        self.free()
         self._started = [process for process in self._started if process.poll() is None]  # no zombies
         with self._one_thread:
             if _is_used(run.path):
                 raise UserError(f"{run} is in use by another command. Wait until it ends.")
             run.path.mkdir(parents=True, exist_ok=True)
-            with open_own(run.log) as log:
+            with open_own(run.log) as log, open_own(run.path / LOCK) as lock:
+                lock.write(lock_content(os.getpid()))
+                if "task=inspect" not in arguments:  # which loads no model; refused starts and full disks free nothing
+                    self.free()
                 process = subprocess.Popen(
                     [sys.executable, str(TRAIN.with_stem(script)), *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C ends the page only
+                    creationflags=NEW_GROUP | NO_CONSOLE,
                 )
-            with open_own(run.path / LOCK) as lock:
                 lock.truncate(0)
                 lock.write(lock_content(process.pid))
         self._started.append(process)
@@ -90,10 +95,11 @@ class Jobs:
     @contextmanager
     def changing(self) -> Iterator[dict[str, list[str]]]:
         """Temporarily keep other pages out of the queue, and save it at the end."""
-        with in_use(self._queue.parent, wait=True):
-            yield (waiting := self.waiting())
-            with replacing(self._queue, private=True) as temporary:  # it may contain passwords of URLs
-                temporary.write_text(json.dumps(waiting), encoding="utf-8")
+        with in_use(self._queue.parent, wait=True), replacing(self._queue, private=True) as temporary:
+            waiting = self.waiting()  # it may contain passwords of URLs
+            temporary.write_text(json.dumps(waiting), encoding="utf-8")  # else a full disk is noticed after a start
+            yield waiting
+            temporary.write_text(json.dumps(waiting), encoding="utf-8")
 
     def start_next(self) -> None:
         """Start the first run of the queue that can be started, unless another one runs on this machine."""

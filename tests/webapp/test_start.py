@@ -1,5 +1,6 @@
 """The tab Start: the form, the command, the dry run, and the queue."""
 
+import errno
 import html
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from datamodules.errors import UserError
 from datamodules.locks import holder, lock_content
 from runs.run_folder import RunFolder
 from tests.support.commands import compose
@@ -163,6 +165,30 @@ def test_several_pages_start_each_run_once_one_after_the_other_also_after_a_fail
     assert len(freed) == 3
     for run in runs:
         assert run.log.read_text().count("error: adapter.rank=0: must be a whole number from 1 on") == 1
+
+
+@pytest.mark.parametrize("full", ["waiting.json", ".lock"])
+def test_a_full_disk_ends_no_prediction_and_starts_no_run(outputs, monkeypatch, full):
+    monkeypatch.setattr(Jobs, "_watch", lambda jobs: None)
+    freed, new = [], outputs / "new"
+    jobs = Jobs(outputs, lambda: freed.append(1))
+    with jobs.changing() as waiting:
+        waiting[str(new)] = ["adapter.rank=0", f"output_dir={new}"]
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if full == "waiting.json":
+        monkeypatch.setattr(Path, "write_text", fail)
+    else:
+        monkeypatch.setattr("webapp.jobs.lock_content", fail)
+    for _ in range(2):
+        with suppress(UserError):
+            jobs.start_next()
+    monkeypatch.undo()
+    assert not freed
+    assert not (new / "log.txt").exists() or not (new / "log.txt").read_text()
+    assert jobs.waiting().keys() == {str(new)}
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"outputs/x": 5}', "{", "null"])

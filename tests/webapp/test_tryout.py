@@ -17,6 +17,7 @@ from hydra.utils import instantiate
 from PIL import Image
 from starlette.testclient import TestClient
 
+from datamodules.errors import UserError
 from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from runs.run_folder import RunFolder
@@ -189,10 +190,21 @@ def test_mistakes_are_a_line_and_headers_and_names_are_text(tab, loras, photo, t
         assert "Traceback" not in tab.text
 
 
-def test_a_run_that_the_page_starts_gets_the_memory(tmp_path):
-    freed = []
-    Jobs(tmp_path, lambda: freed.append(True)).start(["--version"], RunFolder(tmp_path / "run"))
-    assert freed
+def test_a_run_that_starts_gets_the_memory_and_an_inspection_or_a_refused_start_ends_no_prediction(tmp_path):
+    freed, run = [], RunFolder(tmp_path / "run")
+    jobs = Jobs(tmp_path, lambda: freed.append(True))
+    jobs.start(["task=inspect", f"output_dir={tmp_path}", "--version"], RunFolder(tmp_path / "inspect"), "predict")
+    assert not freed
+    jobs.start(["--version"], run)
+    assert len(freed) == 1
+    with pytest.raises(UserError, match="is in use by another command"):
+        jobs.start(["--version"], run)
+    run = RunFolder(tmp_path / "linked")
+    run.path.mkdir()
+    run.log.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        jobs.start(["--version"], run)
+    assert len(freed) == 1
 
 
 def test_only_images_of_the_tab_are_read(tab, tmp_path):
