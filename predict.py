@@ -9,7 +9,7 @@ import hydra
 from omegaconf import DictConfig
 
 from runs.run_folder import shorten
-from runs.signals import stop
+from runs.signals import INTERRUPTS, stop
 from tasks.arguments import hydras_errors, read_arguments
 from tasks.check_keys import check_keys, check_read, chosen_task
 from tasks.check_values import check_ranges
@@ -44,7 +44,8 @@ def _run_from_stdin() -> None:
     """Run the commands of stdin, each line a JSON list of argument lists, and keep the model loaded between them."""
     from tasks.edit import KEPT
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends a command only
+    for number in INTERRUPTS:
+        signal.signal(number, signal.SIG_IGN)  # they end a command only
     KEPT.set({})
     for line in sys.stdin:
         with contextlib.suppress(SystemExit):  # a failed command is the last one of its line

@@ -95,7 +95,7 @@ def leave_signals_to_the_trainer(worker: int) -> None:
 
     A worker that died of one would end the run at once.
     """
-    for name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"}.intersection(dir(signal)):
+    for name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGBREAK"}.intersection(dir(signal)):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     sys.excepthook = _unless_the_trainer_has_left
 

@@ -1,4 +1,4 @@
-"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM, and those of Slurm before the time of a job is over."""
+"""Signals that end a command: SIGINT (Ctrl-C), SIGTERM, Windows' SIGBREAK, and Slurm's before a job's time is over."""
 
 import logging
 import os
@@ -12,7 +12,11 @@ log = logging.getLogger("retouch")
 
 # Before the end, `sbatch --signal=USR1@180` and submitit (USR2) send them, and the job is requeued; Windows has none.
 BEFORE_THE_END = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-SIGNALS = (signal.SIGINT, signal.SIGTERM, *BEFORE_THE_END)
+# SIGBREAK is the only one that Windows sends to another process: by Ctrl-Break, by the page, and to close a window.
+INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGBREAK") if hasattr(signal, name))
+SIGNALS = (*INTERRUPTS, signal.SIGTERM, *BEFORE_THE_END)
+# The number by which another process is interrupted; there it must be the first of a group of its own.
+INTERRUPT = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGINT)
 # Seconds in which a further signal counts as a duplicate: a launcher passes on what the terminal or the cluster has
 # already sent to every process.
 DEBOUNCE = 1.0

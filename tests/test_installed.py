@@ -1,4 +1,4 @@
-"""The commands of the wheel in an empty folder, and training on a system that lacks what Windows lacks."""
+"""The commands of the wheel in an empty folder."""
 
 import os
 import subprocess
@@ -8,10 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.support.commands import ROOT, short
-from tests.support.pictures import make_pairs
-
-WINDOWS = ROOT / "tests" / "support" / "windows"
+from tests.support.commands import ROOT
 
 
 def in_git(*places):
@@ -61,16 +58,3 @@ def test_wheel_holds_every_file_and_its_commands_train_in_two_processes_and_edit
     assert [path.suffix for path in sorted((empty / "edited").iterdir())] == [".png", ".jsonl"]
     assert "  retouch-predict task=inspect " in run("predict", "--help")
     assert set(project["project"]["scripts"]) == {path.name for path in (installed / "bin").iterdir()}
-
-
-@pytest.mark.slow
-def test_run_trains_samples_and_validates_without_what_windows_lacks(tiny, tmp_path):
-    """No fcntl, SIGUSR1, SIGUSR2, fork and links; data workers are spawned; open files are not removed or replaced."""
-    root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
-    settings = [*short(tiny, root, tmp_path / "run", 2, "pairs", shown=True), "data.num_workers=2", "data.val_count=1"]
-    more = ["model=flux_kontext", "save_every=1", "+callbacks.windows={_target_: sitecustomize.lightning_too}"]
-    text = output([sys.executable, ROOT / "train.py", *settings, *more], tmp_path, [WINDOWS, ROOT])
-    assert "no locks in" in text, "this is not Windows"
-    assert "done: " in text
-    for name in ("report.html", "lora/last/README.md", "checkpoints/last.ckpt", "finished.json"):
-        assert (tmp_path / "run" / name).is_file(), text

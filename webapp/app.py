@@ -40,6 +40,8 @@ OUTPUTS = Path("outputs")
 STATIC = {
     path.name: path for path in (REPORT.with_name("page.css"), REPORT.with_name("page.js"), *HERE.glob("*.[cj]s*"))
 }
+# Windows' SO_REUSEADDR would let two pages share a port.
+ONE_LISTENER = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
 LOCAL = ("127.0.0.1", "localhost", "::1")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -173,7 +175,7 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
         raise UserError(f"token: it needs at least {SHORTEST_TOKEN} printable letters. Leave it out for a random one.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, ONE_LISTENER, 1)
     try:
         listener.bind((host, port))
         listener.listen()  # before the address is known
@@ -184,6 +186,7 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
     port = listener.getsockname()[1]
     address = f"http://{name}:{port}/?token={quote(token, safe='')}"
     log.info(f"the page: {address}\nCtrl-C ends it; runs go on without it")
+    os.environ["PYTHONUTF8"] = "1"  # of the commands it starts, whose output it reads
     screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
     config = uvicorn.Config(
         create_app(token, host in LOCAL),
@@ -200,7 +203,7 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
         if opens and screen:  # else a text browser would take the terminal
             with suppress(UserError):  # where nothing can be written the address is in the log
                 with replacing(opener, private=True) as temporary:  # others see the browser's arguments
-                    temporary.write_text(FORWARD.format(html.escape(address)))
+                    temporary.write_text(FORWARD.format(html.escape(address)), encoding="utf-8")
                 webbrowser.open(opener.absolute().as_uri())
         uvicorn.Server(config).run([listener])
     finally:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import re
 import shlex
 from dataclasses import asdict
@@ -44,6 +45,12 @@ def caption_of(sample: Sample) -> tuple[str, bool]:
     if sample.caption_file is None or sample.caption_file.suffix.lower() == ".json":
         return "\n".join(sample.prompts), False
     return read_text(sample.caption_file).strip() if sample.caption_file.exists() else "", True
+
+
+def _words(form: FormData, field: str) -> list[str]:
+    """Return the words of a field as a shell splits them; in Windows' paths a backslash is no escape."""
+    text = str(form.get(field, ""))
+    return shlex.split(text if os.sep == "/" else text.replace(os.sep, 2 * os.sep))
 
 
 class DataPage:
@@ -106,7 +113,7 @@ class DataPage:
         from tasks.models import without_network
 
         with hydras_errors("predict"):
-            words = shlex.split(str(form.get("settings", "")))
+            words = _words(form, "settings")
             if run := form.get("run"):
                 asked = asked_by(self.shelf.get(str(run)), "predict")
                 lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
@@ -134,7 +141,7 @@ class DataPage:
         """Start a task on a data set as a process of its own."""
         data, task = entry(self.sets, form.get("set")), form.get("task")
         with hydras_errors("predict"):
-            run, more = entry(data["jobs"], task), shlex.split(str(form.get("captioner", "")))
+            run, more = entry(data["jobs"], task), _words(form, "captioner")
             read_values(more, "predict")
         self.jobs.start([f"task={task}", *shlex.split(data["settings"]), *more, f"output_dir={run}"], run, "predict")
         return HTMLResponse("", headers={"hx-redirect": f"/data?set={form['set']}"})

@@ -112,7 +112,7 @@ def _max_steps(path: Path, modified: int) -> Any:
 def state_of(run: RunFolder) -> str:
     """Return running, finished, stopped (it can be resumed) or failed."""
     if (owner := user_of(run.path)) is not None:
-        written = [path.stat().st_mtime for path in (run.report, run.path / LOCK) if path.is_file()]
+        written = [path.stat().st_mtime for path in (run.report, run.metrics, run.path / LOCK) if path.is_file()]
         if owner.is_here or time.time() - max(written, default=0) < SECONDS_OF_A_REPORT:
             return "running"
     return "finished" if run.finished.is_file() else "stopped" if run.checkpoint.is_file() else "failed"
@@ -299,7 +299,7 @@ class RunsPage:
             raise UserError(f"{run} does not run")
         owner = user_of(run.path)
         if what == "stop" and not run.requests.is_dir() and owner is not None and owner.is_here:
-            os.kill(owner.pid, signal.SIGINT)
+            os.kill(owner.pid, signal.SIGTERM)  # Windows ends it at once
         else:
             try:
                 run.ask(what)

@@ -187,15 +187,15 @@ class StartPage:
         with self._one_thread:
             if (before := self._plans.get(window)) is not None:
                 before.kill()
-            environment = {**os.environ, "COLUMNS": "58", "PYTHONUTF8": "1"}
+            environment = {**os.environ, "COLUMNS": "58"}
             self._plans[window] = process = subprocess.Popen(
                 command, stderr=subprocess.PIPE, encoding="utf-8", env=environment
             )
         _, printed = process.communicate()
         with self._one_thread:
-            if self._plans.get(window) is process:
+            if is_latest := self._plans.get(window) is process:
                 del self._plans[window]
-        if process.returncode < 0:  # ended by the next one
+        if not is_latest:
             return Response(status_code=204)
         if process.returncode:
             raise UserError(printed.rpartition("error: ")[2])

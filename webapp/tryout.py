@@ -5,11 +5,11 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir, mkdtemp
+from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
@@ -19,9 +19,10 @@ from starlette.routing import Route
 from datamodules.errors import UserError
 from datamodules.locks import LOCK, holder, lock_content
 from report.quoting import TEXTS, override
+from runs.signals import INTERRUPT
 from tasks.arguments import read_values
 from webapp.answers import entry, page, post
-from webapp.jobs import TRAIN
+from webapp.jobs import NEW_GROUP, TRAIN
 from webapp.runs import Shelf
 
 COMMAND = [sys.executable, str(TRAIN.with_name("predict.py")), "--stdin"]
@@ -52,7 +53,7 @@ class TryPage:
     def state(self) -> tuple[bool, list[str]]:
         """Return whether the process lives, and the lines of its output: the last is the present work, or "done"."""
         alive = self._process is not None and self._process.poll() is None
-        text = self._output.read_text() if self.rows else "done"
+        text = self._output.read_text("utf-8", "replace") if self.rows else "done"
         for path, name in self.images:
             text = text.replace(str(path), name)
         return alive, [line for line in text.splitlines() if line]
@@ -74,7 +75,7 @@ class TryPage:
 
     def image(self, request: Request) -> Response:
         """Return an uploaded image or a result."""
-        files = {str(path.relative_to(self._folder)): path for path in self._folder.rglob("*.png")}
+        files = {path.relative_to(self._folder).as_posix(): path for path in self._folder.rglob("*.png")}
         found = entry(files, request.query_params.get("name"))
         return FileResponse(found, headers={"cache-control": "private, max-age=3600"})
 
@@ -91,10 +92,11 @@ class TryPage:
         groups = [[one] for one in loras] if form.get("each") and loras else [loras]
         rows = [self._settings(form, group, [str(path) for path, _ in images]) for group in groups]
         self.images, self.rows = images, {Path(mkdtemp(dir=self._folder)): row for row in rows}
-        self._output.write_text("starting\n")
+        self._output.write_text("starting\n", encoding="utf-8")
         if self._process is None or not alive:
-            with self._output.open("a") as file:
-                self._process = subprocess.Popen(COMMAND, text=True, stdin=subprocess.PIPE, stdout=file, stderr=file)
+            with self._output.open("ab") as file:
+                streams: Any = {"stdin": subprocess.PIPE, "stdout": file, "stderr": file}
+                self._process = subprocess.Popen(COMMAND, text=True, creationflags=NEW_GROUP, **streams)
         commands = [[*shlex.split(" ".join(row)), f"output_dir={folder}"] for folder, row in self.rows.items()]
         print(json.dumps(commands), file=self._process.stdin, flush=True)
         return RedirectResponse("/try", 303)
@@ -122,7 +124,7 @@ class TryPage:
         if form.get("memory"):
             self.free()
         elif self._process is not None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(INTERRUPT)
         return RedirectResponse("/try", 303)
 
     def free(self) -> None:

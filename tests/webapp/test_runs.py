@@ -60,7 +60,8 @@ def test_state_follows_the_files_of_a_run(outputs):
     (run.path / ".lock").write_text(f" another-host {os.getpid()} {time.time()}")
     assert state_of(run) == "running", "on another machine, which has just written its lock"
     old = time.time() - 1000
-    os.utime(run.path / ".lock", (old, old))
+    for path in (run.path / ".lock", run.metrics):
+        os.utime(path, (old, old))
     assert state_of(run) == "stopped"
     run.finished.write_text("{}")
     assert state_of(run) == "finished"
