@@ -11,8 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as L
-import torch
-from torch import distributed
 from torch.optim import Optimizer
 
 from datamodules.errors import UserError
@@ -21,7 +19,7 @@ from lightning_modules.timing import LOADING
 from report.quoting import shareable
 from runs.config_file import write_config
 from runs.run_folder import REQUESTS, RunFolder
-from runs.shares import cpu_group, is_lost_peer, of_first
+from runs.shares import is_lost_peer, of_any, of_first
 from runs.signals import stop
 
 log = logging.getLogger("retouch")
@@ -73,7 +71,7 @@ class SaveConfig(L.Callback):
 
 
 class GracefulStop(L.Callback):
-    """Stop training after the current step, and prediction after the current image or sample, when a signal arrives.
+    """Stop training after the current step or sample image, and prediction after the current image or sample.
 
     Training ends as after its last step, and so saves; prediction raises `Stopped`. This must be the last callback,
     because the work of the others after a batch is part of that batch. A training run also acts on `REQUESTS`.
@@ -100,7 +98,7 @@ class GracefulStop(L.Callback):
         if trainer.world_size > 1:
             # Lightning checks its own handler of SIGTERM in each batch and waits for the device; ours replaced it.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-            self._agree()  # not first in a step, by when processes have sampled different numbers of images
+            of_any(trainer, 0)  # not first in a step, by when processes have sampled different numbers of images
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         # Never reset in training: once something is learned, no signal may interrupt before it is saved.
@@ -112,7 +110,7 @@ class GracefulStop(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         assert self.run is not None
-        if number := int(stop.signal or 0) if trainer.world_size == 1 else self._agree():
+        if number := of_any(trainer, int(stop.signal or 0)):
             stop.signal = signal.Signals(number)
         if "stop" in stop.requests and trainer.global_step != trainer.max_steps:
             stop.signal, stop.file = signal.SIGINT, str(self.run.requests / "stop")
@@ -133,12 +131,6 @@ class GracefulStop(L.Callback):
             log.warning(f"note: {run.requests / name} is no request. There are {', '.join(REQUESTS)}.")
         self._known |= names
         return names & {*REQUESTS}
-
-    def _agree(self) -> int:
-        """Return the signal that any process received, or 0. Waits for all processes, but for no device."""
-        number = torch.tensor(int(stop.signal or 0))
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, cpu_group())
-        return int(number)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop.install_handlers()  # Lightning has just installed its own, with which prediction would continue

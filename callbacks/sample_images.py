@@ -17,7 +17,7 @@ from lightning_modules.inference import SamplingTransformer, inference_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.images import Strip, file_names, save_png, to_image
 from runs.run_folder import RunFolder, best_effort
-from runs.shares import of_all, of_first, share
+from runs.shares import is_stopped, of_all, of_first, share
 from runs.signals import stop
 
 
@@ -111,7 +111,6 @@ class SampleImages(L.Callback):
             assert isinstance(pl_module, EditModule)
             with pl_module.base.timer.stage(NOT_TRAINING):
                 self.sample(trainer, pl_module)
-            self.sampled_step = trainer.global_step
 
     def sample(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write one strip for each of the first samples, and for each edit of sample_root."""
@@ -123,11 +122,15 @@ class SampleImages(L.Callback):
         weights = inference_weights(module) if self._other is None else self._other.in_use()
         with torch.no_grad(), weights:
             for number, (controls, target, size, latents, box) in enumerate(self._shown, start=1):
+                if is_stopped(trainer):
+                    break
                 note(f"sampling {number}/{len(self._shown)}")
                 latents = module.encoder.refresh_prompt_embeds(latents.to(module.base.device), self.negative_prompt)
                 result = module.sampler.sample(latents, self.sampling, size, [self.seed], box)
                 made.append(Made(latents.keys[0], " ".join(latents.prompts), controls, target, result.cpu()))
-        self.results = of_all(trainer, made)
+        if is_stopped(trainer, together=True):  # the resumed run samples all of them
+            return
+        self.results, self.sampled_step = of_all(trainer, made), trainer.global_step
         if not (trainer.is_global_zero and self.results):
             return
         names = file_names([one.key for one in self.results])

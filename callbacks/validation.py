@@ -26,7 +26,8 @@ from report.diagnosis import diagnosis
 from report.image_metrics import EditMetrics
 from report.tables import ENDS, changes, read_validation, write_rows
 from runs.run_folder import RunFolder
-from runs.shares import of_all, of_first, share
+from runs.shares import is_stopped, of_all, of_first, share
+from runs.signals import stop
 
 log = logging.getLogger("retouch")
 
@@ -131,6 +132,8 @@ class Validation(L.Callback):
             with trainer.precision_plugin.forward_context():
                 losses = self._losses(trainer, pl_module, sampler.validation)
             row = {"step": step, **losses, **self._measure(sampler, pl_module)}
+            if is_stopped(trainer, together=True):  # the resumed run measures all of them
+                return
             self._record(trainer, pl_module, of_first(trainer, row), sampler.sample_every or 1)
 
     def _losses(self, trainer: L.Trainer, module: EditModule, data: PairsDataModule) -> dict[str, float]:
@@ -140,10 +143,14 @@ class Validation(L.Callback):
         measured: list[Tensor] = []
         with inference_weights(module), torch.no_grad():
             for index, one in zip(indices, data.one_by_one(mine, empty_prompt=False), strict=True):
+                if is_stopped(trainer):
+                    break
                 module.base.timer.note_progress(f"validating {len(measured) + 1}/{len(indices)}")
                 batch = module.encoder.latents(one, empty_prompt=False).to(module.base.device)
                 bands = _band_losses(module, batch, (index + 0.5) / data.sample_count)
                 measured.append(torch.cat([bands, (bands * _visits(module, batch)).sum()[None]]))
+        if is_stopped(trainer, together=True):
+            return {}
         *means, weighted = torch.stack(of_all(trainer, measured), dim=1).mean(1).tolist()
         return {"val_loss": weighted, **{f"val_loss_t{band}": mean for band, mean in enumerate(means)}}
 
@@ -159,7 +166,7 @@ class Validation(L.Callback):
                 groups = [[images[index] for index in indices] for images in samples]
                 groups = [group for group in groups if all(image is not None for image in group)]
                 metric.reset()
-                for count, group in enumerate(groups if finite else (), start=1):
+                for count, group in enumerate(groups if finite and stop.signal is None else (), start=1):
                     module.base.timer.note_progress(f"measuring {name} {count}/{len(groups)}")
                     metric.update(*group)
                 measured = metric.compute() if metric.update_count else torch.tensor(math.nan)

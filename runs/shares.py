@@ -4,7 +4,10 @@ import functools
 from typing import Any, TypeVar
 
 import lightning.pytorch as L
+import torch
 from torch import distributed
+
+from runs.signals import stop
 
 Made = TypeVar("Made")
 
@@ -37,6 +40,20 @@ def of_first(trainer: L.Trainer, mine: Made) -> Made:
     held = [mine]
     distributed.broadcast_object_list(held, src=0, group=cpu_group())
     return held[0]
+
+
+def of_any(trainer: L.Trainer, mine: int) -> int:
+    """Return the largest of the processes' numbers in every process; waits for all processes, but for no device."""
+    number = torch.tensor(mine)
+    if trainer.world_size > 1:
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, cpu_group())
+    return int(number)
+
+
+def is_stopped(trainer: L.Trainer, together: bool = False) -> bool:
+    """Return whether a signal ends long work between two steps; `together`, all processes are at the same place."""
+    mine = int(stop.signal or 0)
+    return bool(of_any(trainer, mine) if together or not divides(trainer) else mine)
 
 
 def of_all(trainer: L.Trainer, mine: list[Made]) -> list[Made]:

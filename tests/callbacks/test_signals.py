@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM end all commands alike."""
 
+import importlib
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from lightning_modules.sampling import Sampler
 from runs import signals
 from runs.signals import Stop, Stopped
 from tasks import terminal as console
+from tests.support.commands import rows, short
 
 
 def tell(number):
@@ -52,6 +54,34 @@ def test_prediction_stops_after_the_current_picture(run, tmp_path, monkeypatch):
     assert 0 < made < 4000
     assert made % 2 == 0, "both of a batch are written"
     assert made == len((out / "predictions.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("work", ["sampling", "validating"])
+def test_training_stops_between_two_sample_images_and_within_validation_and_the_resumed_run_does_all(
+    run, tiny, pairs, tmp_path, monkeypatch, work
+):
+    folder, done, validation = tmp_path / "run", [], importlib.import_module("callbacks.validation")
+    owner, name = (Sampler, "sample") if work == "sampling" else (validation, "_band_losses")
+    function = getattr(owner, name)
+
+    def told(*args):
+        if signals.stop.busy_with:  # after the first step
+            done.append(args)
+            tell(signal.SIGTERM)
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, told)
+    settings = ["sample_every=2", "data.val_count=3", "scheduler=constant", "resume=auto"]
+    command = [*short(tiny, pairs, folder, 4, shown=True), *settings]
+    outcome = run("train", *command, ok=False)
+    assert outcome.status == 128 + signal.SIGTERM, outcome.text
+    assert f"stopped by SIGTERM after step 2, saved in {folder}" in outcome.text
+    assert len(done) == 1, "of three"
+    assert [row["step"] for row in rows(folder)] == [0]
+    monkeypatch.undo()
+    run("train", *command)
+    assert [row["step"] for row in rows(folder)] == [0, 2, 4]
+    assert [len(list(path.glob("*.png"))) for path in sorted(folder.glob("samples/step-*"))] == [3, 3, 3]
 
 
 def test_other_tasks_stop_at_once(run, pairs, tmp_path, monkeypatch):
