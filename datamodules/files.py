@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from pathlib import Path
 from stat import S_IMODE, S_ISDIR, S_ISREG
@@ -217,20 +217,16 @@ def replacing(path: Path, private: bool = False) -> Iterator[Path]:
             os.fsync(file.fileno())
         if mode is not None:
             temporary.chmod(mode)
-        _replace(temporary, path)
+        for seconds in (0.1, 0.2, 0.4, 0.8, 0.0):  # while another process reads the older file, Windows refuses
+            with suppress(PermissionError) if seconds else nullcontext():
+                os.replace(temporary, path)
+                break
+            time.sleep(seconds)
     except WRITE_ERRORS as error:
         kept = "; the file that was there before is untouched" if os.path.exists(path) else ""
         raise UserError(f"cannot write {path}: {reason(error)}{kept}") from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    for seconds in (0.1, 0.2, 0.4, 0.8):  # while another process reads the older file, Windows refuses
-        with suppress(PermissionError):
-            return os.replace(temporary, path)
-        time.sleep(seconds)
-    return os.replace(temporary, path)
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from webapp.jobs import Jobs, user_of
 from webapp.runs import DECODING, SMALL, Shelf, tail
 from webapp.start import asked_by, composed
 
+# Of typed paths; Windows' are not escaped.
+BACKSLASH = "\\" * (1 if os.sep == "/" else 2)
 # The accepted captions of models, in the folder of the runs.
 ACCEPTED = ".accepted.jsonl"
 
@@ -45,12 +47,6 @@ def caption_of(sample: Sample) -> tuple[str, bool]:
     if sample.caption_file is None or sample.caption_file.suffix.lower() == ".json":
         return "\n".join(sample.prompts), False
     return read_text(sample.caption_file).strip() if sample.caption_file.exists() else "", True
-
-
-def _words(form: FormData, field: str) -> list[str]:
-    """Return the words of a field as a shell splits them; in Windows' paths a backslash is no escape."""
-    text = str(form.get(field, ""))
-    return shlex.split(text if os.sep == "/" else text.replace(os.sep, 2 * os.sep))
 
 
 class DataPage:
@@ -113,7 +109,7 @@ class DataPage:
         from tasks.models import without_network
 
         with hydras_errors("predict"):
-            words = _words(form, "settings")
+            words = shlex.split(str(form.get("settings", "")).replace("\\", BACKSLASH))
             if run := form.get("run"):
                 asked = asked_by(self.shelf.get(str(run)), "predict")
                 lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
@@ -141,7 +137,8 @@ class DataPage:
         """Start a task on a data set as a process of its own."""
         data, task = entry(self.sets, form.get("set")), form.get("task")
         with hydras_errors("predict"):
-            run, more = entry(data["jobs"], task), _words(form, "captioner")
+            more = shlex.split(str(form.get("captioner", "")).replace("\\", BACKSLASH))
+            run = entry(data["jobs"], task)
             read_values(more, "predict")
         self.jobs.start([f"task={task}", *shlex.split(data["settings"]), *more, f"output_dir={run}"], run, "predict")
         return HTMLResponse("", headers={"hx-redirect": f"/data?set={form['set']}"})

@@ -5,12 +5,10 @@ import json
 import re
 import shlex
 import time
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 from PIL import Image
-from starlette.datastructures import FormData
 
 from datamodules.locks import holder
 from tests.support.commands import compose, run_task, short
@@ -19,7 +17,6 @@ from tests.support.tiny_captioners import build_captioner
 from tests.webapp.browsing import browser_page, studio_at
 from tests.webapp.conftest import SECRET
 from tests.webapp.test_access import PATHS
-from webapp.data import _words
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -30,12 +27,10 @@ def scan(client, settings, **more):
     return client.get(answer.headers["hx-redirect"]) if answer.status_code == 200 else answer
 
 
-def test_backslashes_of_typed_paths_are_kept_on_windows_and_escape_elsewhere(monkeypatch):
-    form = FormData({"settings": r'"data.root=C:\my pairs\a" model=embedded'})
-    monkeypatch.setattr("webapp.data.os", SimpleNamespace(sep="\\"))
-    assert _words(form, "settings") == [r"data.root=C:\my pairs\a", "model=embedded"]
-    monkeypatch.undo()
-    assert _words(FormData({"settings": r"data.root=my\ pairs"}), "settings") == ["data.root=my pairs"]
+def test_backslashes_of_typed_paths_are_kept_on_windows_and_escape_elsewhere(client, monkeypatch):
+    assert "my pairs" in html.unescape(scan(client, r"data.root=no\ my\ pairs").text)
+    monkeypatch.setattr("webapp.data.BACKSLASH", 2 * "\\")
+    assert r"C:\my pairs\a" in html.unescape(scan(client, r'"data.root=C:\my pairs\a"').text)
 
 
 @pytest.fixture
