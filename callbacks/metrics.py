@@ -16,7 +16,7 @@ from callbacks.trackio_logger import alert
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 from report.diagnosis import FIRST_STEPS, STEPS, diverged
-from report.tables import read_metrics
+from report.tables import read_metrics, write_rows
 from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")
@@ -87,12 +87,10 @@ class Metrics(L.Callback):
         if trainer.is_global_zero:
             # A resumed run repeats the steps after its checkpoint.
             earlier = [row for row in read_metrics(self.path) if int(row["step"]) <= self._step] if self._step else []
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", encoding="utf-8", newline="", buffering=1)
             columns = (*COLUMNS, "active_rank") if pl_module.rank_gates else COLUMNS
+            write_rows(self.path, earlier, columns)
+            self._file = self.path.open("a", encoding="utf-8", newline="", buffering=1)
             self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", restval="")
-            self._writer.writeheader()
-            self._writer.writerows(earlier)
             self._remember(*(float(row["loss"]) for row in earlier))
             self._start -= float(earlier[-1]["seconds"]) if earlier else 0.0
 

@@ -60,10 +60,11 @@ def last_metrics(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in zip(names, values, strict=False)}
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table atomically, with the columns of all rows."""
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+    """Write a table atomically, with these columns, or those of all rows."""
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row), restval="")
+        names = columns or dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(file, names, extrasaction="ignore", restval="")
         writer.writeheader()
         writer.writerows(rows)
 
