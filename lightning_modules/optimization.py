@@ -29,10 +29,12 @@ class NonfiniteSteps:
 
     Args:
         most: consecutive skipped steps at which the run stops.
+        skipped: the optimizer's groups and their content before the current step, if it is skipped.
     """
 
     most: int
     _in_a_row: int = 0
+    skipped: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _window: list[tuple[list[str], Tensor]] = field(default_factory=list)
     _steps: list[tuple[int, Tensor, list[tuple[list[str], Tensor]]]] = field(default_factory=list)
 
@@ -50,6 +52,8 @@ class NonfiniteSteps:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+            # Schedule-free and Prodigy count steps and average in their groups.
+            self.skipped = [(group, {**group}) for group in optimizer.param_groups]
 
     def report(self) -> None:
         """Log the skipped steps since the last report; waits for the GPU.
@@ -186,7 +190,10 @@ class Optimization:
         self.nonfinite.before_step(optimizer, step, self.grad_norm)
 
     def after_step(self) -> None:
-        """Update the EMA."""
+        """Undo a skipped step, and update the EMA."""
+        for group, before in self.nonfinite.skipped:
+            group.update(before)
+        self.nonfinite.skipped = []
         if self.ema is not None:
             assert self.grad_norm is not None
             self.ema.after_step(torch.isfinite(self.grad_norm))

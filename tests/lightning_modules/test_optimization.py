@@ -1,8 +1,11 @@
 """Settings of the optimizer, and checkpoints with and without an average."""
 
+import copy
 from functools import partial
 
+import prodigyopt
 import pytest
+import schedulefree
 import torch
 
 from datamodules.errors import UserError
@@ -22,3 +25,24 @@ def test_average_cannot_begin_or_end_in_a_run():
         Optimization(None, None, 1, EMA(5, "ema")).load({})
     with pytest.raises(UserError, match=r"the checkpoint is of a run with ema\.half_life"):
         Optimization(None, None, 1, None).load({"ema": {}})
+
+
+@pytest.mark.parametrize("kind", [schedulefree.AdamWScheduleFree, prodigyopt.Prodigy, torch.optim.AdamW])
+def test_skipped_step_changes_nothing_of_an_optimizer(kind):
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([weights], lr=0.1)
+    getattr(optimizer, "train", lambda: None)()  # schedule-free
+    optimization = Optimization(None, None, 9, None)
+
+    def step(gradient):
+        weights.grad = torch.full((3,), gradient)
+        optimization.note(["key"], torch.tensor([gradient]))
+        optimization.before_step(optimizer, 1, None, None)
+        optimizer.step()
+        optimization.after_step()
+        return copy.deepcopy((weights.data.tolist(), optimizer.state_dict()))
+
+    before = [step(0.5), step(0.25)][-1]
+    after = step(float("nan"))
+    assert str(after) == str(before)
+    assert str(step(0.125)) != str(before)
