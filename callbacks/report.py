@@ -25,8 +25,8 @@ from runs.run_folder import RunFolder, best_effort
 
 log = logging.getLogger("retouch")
 
-# The page is written again at this age, and reloads itself as often.
-SECONDS_BETWEEN_PAGES = 15
+# The page is written again at this age at least, and reloads itself as often; and it takes a share of the time at most.
+SECONDS_BETWEEN_PAGES, SHARE_OF_TIME = 15, 0.01
 
 
 class Report(L.Callback):
@@ -41,6 +41,7 @@ class Report(L.Callback):
         self._data: dict[str, Any] = {}
         self._data_urls = functools.cache(_data_urls)
         self._written = 0.0  # until the first page
+        self._pause = float(SECONDS_BETWEEN_PAGES)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the first page in the first epoch, after the first sample images and config.yaml."""
@@ -55,13 +56,15 @@ class Report(L.Callback):
             self._renew(trainer, pl_module)
 
     def _renew(self, trainer: L.Trainer, module: L.LightningModule, now: bool = False) -> None:
-        """Write the page if it is older than `SECONDS_BETWEEN_PAGES`, or now."""
+        """Write the page if it is old enough, or now."""
         assert isinstance(module, EditModule)
-        if now or time.monotonic() - self._written >= SECONDS_BETWEEN_PAGES:
+        start = time.monotonic()
+        if now or start - self._written >= self._pause:
             self._written = math.inf  # writing is noted as progress as well
             with module.base.timer.stage(NOT_TRAINING), best_effort("report"):
                 self._write(trainer, module, unfinished=True)
             self._written = time.monotonic()
+            self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - start) / SHARE_OF_TIME)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finish(trainer, pl_module)

@@ -3,18 +3,20 @@
 import base64
 import io
 import json
+import math
 import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from hydra.utils import instantiate
 from PIL import Image, ImageChops
 
 from callbacks import report
 from callbacks.report import Report
 from report.images import data_url, read_strip
 from report.quoting import shareable, without_secrets
-from tests.support.commands import short
+from tests.support.commands import compose, short
 from tests.support.gallery import SHOWN
 from tests.test_shown import pasted
 
@@ -81,6 +83,24 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
     assert grid.width > grid.height
 
 
+def test_page_is_written_so_seldom_that_it_takes_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    now, written = [1000.0], []
+
+    def write(*_, **__):
+        now[0] += 0.5
+        written.append(now[0])
+
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    module = instantiate(compose("train").model, _convert_="all")
+    page = Report(str(tmp_path), "embedded")
+    monkeypatch.setattr(page, "_write", write)
+    while now[0] < 2000:
+        page._renew(None, module)
+        now[0] += 1
+    assert written[:2] == [1000.5, 1051.0]
+    assert 0.5 * len(written) <= 0.01 * 1000 + 0.5
+
+
 def test_page_of_a_running_run_says_what_is_known_now(run, tiny, pairs, tmp_path, monkeypatch):
     """The page reloads itself until the end, and the base's image differs from the later ones."""
     pages, write = [], Report._write
@@ -91,6 +111,7 @@ def test_page_of_a_running_run_says_what_is_known_now(run, tiny, pairs, tmp_path
 
     monkeypatch.setattr(Report, "_write", keep)
     monkeypatch.setattr(report, "SECONDS_BETWEEN_PAGES", 0.0)
+    monkeypatch.setattr(report, "SHARE_OF_TIME", math.inf)
     few = ["model.sampling.num_inference_steps=1", "callbacks.sample_images.count=1", "data.val_count=1"]
     settings = [*short(tiny, pairs, tmp_path / "run", 2, shown=True), *few]
     text = run("train", *settings, "sample_every=0", "trainer.log_every_n_steps=1").text
