@@ -43,8 +43,8 @@ class ThreadedLoader:
 class Prefetcher:
     """A loader's batches, on the device.
 
-    The trainer fetches each batch before it runs the step of the previous one, so the copy from pinned memory to a
-    GPU overlaps with that step.
+    The trainer fetches each batch before it starts the step of the previous one, so the copy from pinned memory to a
+    GPU overlaps with the step before that, which the GPU still computes.
 
     Attributes:
         waited: seconds that the trainer has waited for the loader.

@@ -1,7 +1,7 @@
 """Rectified flow: pure functions, and batches at random timesteps.
 
 One convention: x_t = (1 - t) x0 + t eps, t in [0, 1], t = 1 is noise. All randomness is a function of the seed and of a
-sample's draw.
+sample's draw, except adapter.dropout, which is one of the seed and of all draws of a process's batch.
 """
 
 import math
