@@ -81,7 +81,7 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Description:
         "layers": f"{len(parts)}",
         "kind": counted([delta.kind for delta in file.empty.values()]),
         "rank": counted([delta.size for delta in file.empty.values()]),
-        "scale": counted([f"{scale:.4g}" for scale in file.scales(names).values()]),
+        "scale": "unknown",
         "dtype": counted([file.dtypes[key] for key in used]),
         "T-LoRA": shown(", ".join(f"{key} {one}" for key, one in schedule.items() if key != "note"), 120) or "no",
         **{owner: f"{len(keys)} tensors, ignored" for owner, keys in file.ignored.items()},
@@ -89,6 +89,7 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Description:
     }
     header = header_entries(file.metadata)
     try:
+        rows["scale"] = counted([f"{scale:.4g}" for scale in file.scales(names).values()])
         deltas = file.read(names, "the model")
     except UserError as error:
         return Description(rows | {"DAMAGED": shown(error, 300)}, header, {})

@@ -4,23 +4,23 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import regex
 import safetensors
 import torch
 from torch import Tensor
 
 from datamodules.errors import UserError, listing, printable
-from datamodules.files import kind_of_file, reading
+from datamodules.files import kind_of_file, read_bytes, reading
 from datamodules.hub import repository_file
 from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.kinds import make_delta, matching_kinds
 from lightning_modules.lora_files.names import LayerNames, Meaning, ignored, split_key
+from lightning_modules.lora_files.peft_settings import contradiction, peft_scale, unread_setting
 
 log = logging.getLogger("retouch")
 
@@ -29,36 +29,16 @@ HEADER_KEY = "retouch"
 # Key under which diffusers' own trainers store peft's settings.
 DIFFUSERS_KEY = "lora_adapter_metadata"
 REMEDY = "name a LoRA's safetensors file, or download it again"
+CORRECT = "Correct the wrong one, or download both again"
+# Relative difference of two scales that bfloat16 can explain.
+ROUNDED = 0.01
 # Bytes; a LoRA of thousands of layers has a header of about one million.
 LARGEST_HEADER = 10 * 10**6
 # Letters; layer names have about a hundred.
 LONGEST_NAME = 500
-# Settings of the scale, of training only, or of which layers are adapted.
-UNDERSTOOD = frozenset(
-    (  # noqa: SIM905 (a list would have a line for each)
-        "alpha alpha_pattern auto_mapping base_model_name_or_path decompose_both decompose_factor "
-        "ensure_weight_tying eps eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
-        "lora_alpha lora_dropout module_dropout megatron_core modules_to_save oft_block_size peft_version "
-        "qalora_group_size r rank_dropout rank_dropout_scale rank_pattern revision runtime_config "
-        "target_modules task_type use_dora use_effective_conv2d use_rslora "
-    ).split()
-)
-# Values of other settings that leave a delta as it is: peft's defaults, and initializations that keep the base as it
-# is. PiSSA, OLoRA, CorDA and LoftQ change the base, and such a LoRA is only the difference from the changed base.
-STARTS = (True, None, False, "gaussian", "orthogonal", "eva")
-AS_USUAL = {
-    "peft_type": ("LORA", "LOKR", "LOHA", "OFT"),
-    "bias": ("none",),
-    "init_lora_weights": STARTS,
-    "init_weights": STARTS,
-    "use_cayley_neumann": (True,),
-    "num_cayley_neumann_terms": (5,),
-}
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
-
 # owner/name, or owner/name/FILE.
-SECONDS_OF_A_MATCH = 0.1
 ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
 
@@ -95,6 +75,8 @@ def find_or_download(lora: str | Path) -> Path:
     path = repository_file(repository, filename)
     if path is None:
         raise UserError(f"{repository} has no {filename}. Name an existing file as {repository}/FILE.safetensors")
+    if path.name == PEFT_WEIGHTS_NAME:  # their scale is in another file
+        repository_file(repository, filename.replace(PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME))
     return path
 
 
@@ -205,13 +187,12 @@ class LoRAFile:
     def empty(self) -> dict[str, Delta]:
         """Each layer's delta on the meta device, by the file's name of the layer."""
         with reading(self.path, REMEDY):
-            settings = self._peft_settings
-        for name, value in settings.items():
-            if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
-                raise self._error(
-                    f"was saved by peft with {name}={printable(str(value)[:60])}, which Retouch does not read. Save it "
-                    "as a plain LoRA there"
-                )
+            settings = [item for one in self._peft_settings.values() for item in one.items()]
+        if (unread := unread_setting(settings)) is not None:
+            setting = f"{unread[0]}={printable(str(unread[1])[:60])}"
+            raise self._error(
+                f"was saved by peft with {setting}, which Retouch does not read. Save it as a plain LoRA there"
+            )
         found = {}
         for name, parts in self.parts.items():
             tensors = {part: torch.empty(self.shapes[key], device="meta") for part, key in parts.items()}
@@ -247,7 +228,7 @@ class LoRAFile:
     def read(self, names: LayerNames, base: str) -> dict[str, Delta]:
         """Read the deltas of a model's layers, by diffusers' names, in float32; raises UserError as `match`."""
         deltas: dict[str, Delta] = {}
-        meanings = self.match(names, base)
+        meanings, unstated = self.match(names, base), []
         for owner, keys in self.ignored.items():
             log.warning(f"note: {self.path} also contains {owner}: {len(keys)} tensors are ignored")
         with self.opened() as read_tensor:
@@ -257,39 +238,64 @@ class LoRAFile:
                     raise self._error(f"contains values that are not finite ({short_key(bad[0])}): training diverged")
                 whole = self.empty[name].like(tensors)
                 scale = self._scale(names, name, whole, tensors.get("alpha"))
-                if not math.isfinite(scale):
-                    raise ValueError(f"the alpha of {short_key(name)} is not finite")
-                whole = whole if scale == 1 else whole.scaled(scale)
+                unstated += [name] if scale is None else []
+                whole = whole if scale in (None, 1) else whole.scaled(scale)
                 for layer, delta in _split(whole, meanings[name], names).items():
                     if layer in deltas:
                         raise self._error(f"contains {layer} twice, once as {short_key(name)}. Remove one of them")
                     deltas[layer] = delta
+        # A missing alpha means a scale of 1 in other programs' files, but not in peft's or next to layers with one.
+        by_peft = self.path.name == PEFT_WEIGHTS_NAME or any(name.startswith("base_model.") for name in unstated)
+        if unstated and self.header is None and (by_peft or len(unstated) < len(self.parts)):
+            log.warning(
+                f"note: {self.path} states no scale for {_some_keys(unstated)}: neither an alpha nor an "
+                f"{PEFT_CONFIG_NAME} next to {PEFT_WEIGHTS_NAME}. A scale of 1 is assumed"
+            )
         return {layer: deltas[layer] for layer in names.shapes if layer in deltas}
 
     def scales(self, names: LayerNames) -> dict[str, float]:
         """Return alpha / rank of each layer as used by `read`, by the file's names of the layers."""
         with self.opened() as read_tensor:
             alphas = {name: read_tensor(parts["alpha"]) for name, parts in self.parts.items() if "alpha" in parts}
-            return {name: self._scale(names, name, delta, alphas.get(name)) for name, delta in self.empty.items()}
+            found = {name: self._scale(names, name, delta, alphas.get(name)) for name, delta in self.empty.items()}
+        return {name: 1.0 if scale is None else scale for name, scale in found.items()}
 
-    def _scale(self, names: LayerNames, name: str, delta: Delta, alpha: Tensor | None) -> float:
-        """Return alpha / rank, by the tensor or by peft's settings; 1 if neither exists."""
-        if alpha is not None:
-            return 1.0 if delta.divisor is None else float(alpha) / delta.divisor
+    def _scale(self, names: LayerNames, name: str, delta: Delta, alpha: Tensor | None) -> float | None:
+        """Return alpha / rank, by the tensor or by peft's settings; None if neither states it.
+
+        Raises:
+            UserError: they contradict each other or the layer's tensors.
+        """
         meaning = names.meaning(name)
-        return _peft_scale(self._peft_settings, name if meaning is None else meaning.layers[0], delta)
+        layers = (name, *(() if meaning is None else meaning.layers))
+        scales = {} if alpha is None else {"its alpha": float(alpha) / delta.divisor if delta.divisor else 1.0}
+        for source, settings in self._peft_settings.items():
+            if wrong := contradiction(settings, layers, delta):
+                raise self._error(
+                    f"contradicts itself: {source} says {wrong[0]}, {short_key(name)} {wrong[1]}. {CORRECT}"
+                )
+            if (scale := peft_scale(settings, layers, delta)) is not None:
+                scales[source] = scale
+        if not all(map(math.isfinite, scales.values())):
+            raise ValueError(f"the alpha of {short_key(name)} is not finite")
+        if scales and not math.isclose(min(scales.values()), max(scales.values()), rel_tol=ROUNDED):
+            said = " and ".join(f"{scale:g} by {source}" for source, scale in scales.items())
+            raise self._error(f"contradicts itself: the scale of {short_key(name)} is {said}. {CORRECT}")
+        return next(iter(scales.values()), None if delta.divisor else 1.0)
 
     @cached_property
-    def _peft_settings(self) -> Mapping[str, Any]:
-        """peft's settings of the transformer's adapter, of diffusers' header or of the file next to peft's weights."""
+    def _peft_settings(self) -> dict[str, dict[str, Any]]:
+        """peft's settings of the transformer's adapter by their place: diffusers' header, peft's own file."""
+        found = {}
         if DIFFUSERS_KEY in self.metadata:
-            found = _json_object(self.metadata[DIFFUSERS_KEY]).items()
-            return {key.removeprefix("transformer."): one for key, one in found if not key.startswith("text_enc")}
+            entries = _json_object(self.metadata[DIFFUSERS_KEY]).items()
+            own = {key.removeprefix("transformer."): one for key, one in entries if not key.startswith("text_enc")}
+            found["its header"] = own
         config = self.path.with_name(PEFT_CONFIG_NAME)
-        if self.path.name != PEFT_WEIGHTS_NAME or not config.is_file():
-            return {}
-        with reading(config, "download it again"):
-            return _json_object(config.read_text(encoding="utf-8"))
+        if self.path.name == PEFT_WEIGHTS_NAME and config.is_file():
+            with reading(config, "download it again"):
+                found[PEFT_CONFIG_NAME] = _json_object(read_bytes(config, LARGEST_HEADER).decode())
+        return found
 
     def _error(self, text: str) -> UserError:
         return UserError(f"the LoRA {self.path} {text}")
@@ -316,31 +322,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("its header is not an object")
     return value
-
-
-def _peft_scale(settings: Mapping[str, Any], layer: str, delta: Delta) -> float:
-    """Return alpha / rank of a layer, alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732), or 1 without settings."""
-    if settings.get("peft_type") in ("LOKR", "LOHA"):  # the settings' rank counts even if the factors are whole
-        rank = _layer_setting(settings, "r", layer)
-        if rank <= 0:
-            raise ValueError(f"r={rank:g} is not a rank")
-        return _layer_setting(settings, "alpha", layer) / rank
-    if "lora_alpha" not in settings or delta.divisor is None:
-        return 1.0
-    rank = delta.divisor
-    return _layer_setting(settings, "lora_alpha", layer) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-
-
-def _layer_setting(settings: Mapping[str, Any], name: str, layer: str) -> float:
-    """Return a setting of one layer: its pattern's value, else the common value."""
-    kind = "rank_pattern" if name == "r" else "alpha_pattern"
-    pattern = settings.get(kind) or {}
-    try:
-        # As peft does; a file's expression may take for ever.
-        own = (pattern[key] for key in pattern if regex.match(rf"(.*\.)?({key})$", layer, timeout=SECONDS_OF_A_MATCH))
-        return float(next(own, settings[name]))
-    except (regex.error, TimeoutError) as error:
-        raise ValueError(f"{kind}: {error}") from error
 
 
 def short_key(name: str) -> str:
