@@ -48,6 +48,7 @@ KINDS = {
     rb"\x80[\x02-\x05]": PICKLE,
     rb"PK(\x03\x04|\x05\x06)": "a zip archive",
     rb"\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|Rar!|\x28\xb5\x2f\xfd": "a compressed archive",
+    rb".{257}ustar": "a tar archive",
     rb"\x00{512}": "a file of zeros: its download was broken off",
 }
 

@@ -35,7 +35,10 @@ IGNORED = {
     ),
     "biases and norms": re.compile(r".*\.(diff_b|[wb]_norm)$|.*norm[^.]*\.(weight\.)?diff$"),
     "bookkeeping": re.compile(r"_aux\."),
+    "embeddings": re.compile(r"bundle_emb\.|emb_params$|string_to_param\."),
 }
+# Adapters that are not read, by words in the names of their tensors.
+UNREAD = {"lora_E": "AdaLoRA", "vera_": "VeRA", "ia3_": "IA3", "boft_": "BOFT", "oft_blocks": "LyCORIS' OFT"}
 
 
 class NativeNames(NamedTuple):

@@ -4,12 +4,13 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import regex
 import safetensors
 import torch
 from torch import Tensor
@@ -17,10 +18,9 @@ from torch import Tensor
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import kind_of_file, read_bytes, reading
 from datamodules.hub import repository_file
-from lightning_modules.lora_files.delta import Delta
+from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import make_delta, matching_kinds
-from lightning_modules.lora_files.names import LayerNames, Meaning, ignored, split_key
-from lightning_modules.lora_files.peft_settings import contradiction, peft_scale, unread_setting
+from lightning_modules.lora_files.names import UNREAD, LayerNames, Meaning, ignored, split_key
 
 log = logging.getLogger("retouch")
 
@@ -30,12 +30,33 @@ HEADER_KEY = "retouch"
 DIFFUSERS_KEY = "lora_adapter_metadata"
 REMEDY = "name a LoRA's safetensors file, or download it again"
 CORRECT = "Correct the wrong one, or download both again"
-# Relative difference of two scales that bfloat16 can explain.
-ROUNDED = 0.01
 # Bytes; a LoRA of thousands of layers has a header of about one million.
 LARGEST_HEADER = 10 * 10**6
 # Letters; layer names have about a hundred.
 LONGEST_NAME = 500
+# Settings of the scale, of training only, or of which layers are adapted.
+UNDERSTOOD = frozenset(
+    (  # noqa: SIM905 (a list would have a line for each)
+        "alpha alpha_pattern auto_mapping base_model_name_or_path decompose_both decompose_factor "
+        "ensure_weight_tying eps eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
+        "lora_alpha lora_dropout module_dropout megatron_core modules_to_save oft_block_size peft_version "
+        "qalora_group_size r rank_dropout rank_dropout_scale rank_pattern revision runtime_config "
+        "target_modules task_type use_dora use_effective_conv2d use_rslora "
+    ).split()
+)
+# Values of other settings that leave a delta as it is: peft's defaults, and initializations that keep the base as it
+# is. PiSSA, OLoRA, CorDA and LoftQ change the base, and such a LoRA is only the difference from the changed base.
+STARTS = (True, None, False, "gaussian", "orthogonal", "eva")
+AS_USUAL = {
+    "peft_type": ("LORA", "LOKR", "LOHA", "OFT"),
+    "bias": ("none",),
+    "init_lora_weights": STARTS,
+    "init_weights": STARTS,
+    "use_cayley_neumann": (True,),
+    "num_cayley_neumann_terms": (5,),
+}
+LONGEST_MATCH = 0.1  # seconds
+_compiled = lru_cache(4096)(regex.compile)
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 # owner/name, or owner/name/FILE.
@@ -55,10 +76,11 @@ def find_weights(lora: str | Path) -> Path:
             f"LoRA weights {path}: this run trained all weights. Replace lora= by model=NAME "
             f"model.pretrained_model_name_or_path={path / 'model' / 'last'}"
         )
-    others = sorted(path.glob("*.safetensors"))
+    others = sorted(one for one in path.glob("*") if one.suffix.lower() in (".safetensors", ".sft"))
     if len(others) == 1:
         return others[0]
-    raise UserError(f"LoRA weights {path}: the folder contains neither {WEIGHTS_NAME} nor lora/last/{WEIGHTS_NAME}")
+    there = f", but {listing([one.name for one in others])}. Choose one, as in {others[0]}" if others else ""
+    raise UserError(f"LoRA weights {path}: it contains neither {WEIGHTS_NAME} nor lora/last/{WEIGHTS_NAME}{there}")
 
 
 def find_or_download(lora: str | Path) -> Path:
@@ -116,7 +138,9 @@ class LoRAFile:
                 raise ValueError(f"its header has {length:,} bytes")
             with safetensors.safe_open(path, framework="pt") as opened:
                 self.metadata: dict[str, str] = opened.metadata() or {}
-                self.shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+                shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+                # A kernel of one pixel is a matrix.
+                self.shapes = {key: shape[:2] if {*shape[2:]} == {1} else shape for key, shape in shapes.items()}
                 self.dtypes = {key: str(opened.get_slice(key).get_dtype()) for key in self.shapes}
             if not all(key.isprintable() and len(key) <= LONGEST_NAME for key in self.shapes):
                 raise ValueError("it has names that no layer has")
@@ -167,16 +191,16 @@ class LoRAFile:
             else:
                 layers[name][part] = key
         others += [key for parts in layers.values() if not matching_kinds(parts) for key in parts.values()]
-        if others and not layers:
+        of = next((f" of {kind}" for word, kind in UNREAD.items() if any(word in key for key in others)), "")
+        if others and not layers and not of:
             raise UserError(
                 f"{self.path} is not a LoRA: it has {_some_keys(sorted(others))}. A model's own weights are set by "
                 "model.transformer_name_or_path"
             )
         if others:
             raise self._error(
-                f"contains tensors that Retouch does not read ({_some_keys(sorted(others))}); it reads lora_A and "
-                "lora_B or lora_down and lora_up of linear layers, with alpha and DoRA's magnitude, LoKr, LoHa and "
-                "peft's OFT"
+                f"contains tensors{of} that Retouch does not read ({_some_keys(sorted(others))}); it reads LoRA, DoRA, "
+                "LoKr, LoHa and peft's OFT of linear layers"
             )
         if not layers:
             only = f", only weights of {' and '.join(self.ignored)}" if self.ignored else ""
@@ -188,11 +212,12 @@ class LoRAFile:
         """Each layer's delta on the meta device, by the file's name of the layer."""
         with reading(self.path, REMEDY):
             settings = [item for one in self._peft_settings.values() for item in one.items()]
-        if (unread := unread_setting(settings)) is not None:
-            setting = f"{unread[0]}={printable(str(unread[1])[:60])}"
-            raise self._error(
-                f"was saved by peft with {setting}, which Retouch does not read. Save it as a plain LoRA there"
-            )
+        for name, value in sorted(settings, key=lambda item: item[0] != "peft_type"):
+            if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
+                raise self._error(
+                    f"was saved by peft with {name}={printable(str(value)[:60])}, which Retouch does not read. Save it "
+                    "as a plain LoRA there"
+                )
         found = {}
         for name, parts in self.parts.items():
             tensors = {part: torch.empty(self.shapes[key], device="meta") for part, key in parts.items()}
@@ -233,7 +258,7 @@ class LoRAFile:
             log.warning(f"note: {self.path} also contains {owner}: {len(keys)} tensors are ignored")
         with self.opened() as read_tensor:
             for name, parts in self.parts.items():
-                tensors = {part: read_tensor(key).float() for part, key in parts.items()}
+                tensors = {part: read_tensor(key).float().reshape(self.shapes[key]) for part, key in parts.items()}
                 if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
                     raise self._error(f"contains values that are not finite ({short_key(bad[0])}): training diverged")
                 whole = self.empty[name].like(tensors)
@@ -244,13 +269,10 @@ class LoRAFile:
                     if layer in deltas:
                         raise self._error(f"contains {layer} twice, once as {short_key(name)}. Remove one of them")
                     deltas[layer] = delta
-        # A missing alpha means a scale of 1 in other programs' files, but not in peft's or next to layers with one.
         by_peft = self.path.name == PEFT_WEIGHTS_NAME or any(name.startswith("base_model.") for name in unstated)
         if unstated and self.header is None and (by_peft or len(unstated) < len(self.parts)):
-            log.warning(
-                f"note: {self.path} states no scale for {_some_keys(unstated)}: neither an alpha nor an "
-                f"{PEFT_CONFIG_NAME} next to {PEFT_WEIGHTS_NAME}. A scale of 1 is assumed"
-            )
+            lacks = f"neither an alpha nor an {PEFT_CONFIG_NAME} next to {PEFT_WEIGHTS_NAME}. A scale of 1 is assumed"
+            log.warning(f"note: {self.path} states no scale for {_some_keys(unstated)}: {lacks}")
         return {layer: deltas[layer] for layer in names.shapes if layer in deltas}
 
     def scales(self, names: LayerNames) -> dict[str, float]:
@@ -261,24 +283,19 @@ class LoRAFile:
         return {name: 1.0 if scale is None else scale for name, scale in found.items()}
 
     def _scale(self, names: LayerNames, name: str, delta: Delta, alpha: Tensor | None) -> float | None:
-        """Return alpha / rank, by the tensor or by peft's settings; None if neither states it.
-
-        Raises:
-            UserError: they contradict each other or the layer's tensors.
-        """
+        """Return alpha / rank by the tensor or peft's settings, None without; raise a UserError if they contradict."""
         meaning = names.meaning(name)
         layers = (name, *(() if meaning is None else meaning.layers))
         scales = {} if alpha is None else {"its alpha": float(alpha) / delta.divisor if delta.divisor else 1.0}
         for source, settings in self._peft_settings.items():
-            if wrong := contradiction(settings, layers, delta):
-                raise self._error(
-                    f"contradicts itself: {source} says {wrong[0]}, {short_key(name)} {wrong[1]}. {CORRECT}"
-                )
-            if (scale := peft_scale(settings, layers, delta)) is not None:
+            if said := _contradicted(settings, layers, delta):
+                has = f"is a {delta.kind} and has rank {delta.size}"
+                raise self._error(f"contradicts itself: {source} says {said}, {short_key(name)} {has}. {CORRECT}")
+            if (scale := _peft_scale(settings, layers, delta)) is not None:
                 scales[source] = scale
         if not all(map(math.isfinite, scales.values())):
             raise ValueError(f"the alpha of {short_key(name)} is not finite")
-        if scales and not math.isclose(min(scales.values()), max(scales.values()), rel_tol=ROUNDED):
+        if scales and not math.isclose(min(scales.values()), max(scales.values()), rel_tol=0.01):  # bfloat16's rounding
             said = " and ".join(f"{scale:g} by {source}" for source, scale in scales.items())
             raise self._error(f"contradicts itself: the scale of {short_key(name)} is {said}. {CORRECT}")
         return next(iter(scales.values()), None if delta.divisor else 1.0)
@@ -288,9 +305,8 @@ class LoRAFile:
         """peft's settings of the transformer's adapter by their place: diffusers' header, peft's own file."""
         found = {}
         if DIFFUSERS_KEY in self.metadata:
-            entries = _json_object(self.metadata[DIFFUSERS_KEY]).items()
-            own = {key.removeprefix("transformer."): one for key, one in entries if not key.startswith("text_enc")}
-            found["its header"] = own
+            own = _json_object(self.metadata[DIFFUSERS_KEY]).items()
+            found["its header"] = {k.removeprefix("transformer."): v for k, v in own if not k.startswith("text_enc")}
         config = self.path.with_name(PEFT_CONFIG_NAME)
         if self.path.name == PEFT_WEIGHTS_NAME and config.is_file():
             with reading(config, "download it again"):
@@ -322,6 +338,48 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("its header is not an object")
     return value
+
+
+def _peft_scale(settings: Mapping[str, Any], layers: tuple[str, ...], delta: Delta) -> float | None:
+    """Return alpha / rank of a layer, alpha / sqrt(rank) for rsLoRA (arXiv 2312.03732), or None without an alpha."""
+    own = settings.get("peft_type") in ("LOKR", "LOHA")  # the settings' rank counts even if the factors are whole
+    alpha = _setting(settings, "alpha" if own else "lora_alpha", layers)
+    rank = _setting(settings, "r", layers, delta.divisor) if own or delta.divisor else None
+    divisor = math.sqrt(rank) if rank and settings.get("use_rslora") else rank
+    return None if alpha is None or divisor is None else alpha / divisor
+
+
+def _contradicted(settings: Mapping[str, Any], layers: tuple[str, ...], delta: Delta) -> str | None:
+    """Return the first setting that the tensors of a layer with these names contradict; None if all agree."""
+    low_rank, is_dora, rank = isinstance(delta, LowRank), delta.kind == "DoRA", delta.divisor or 0
+    kind, dora = "LORA" if low_rank else delta.kind.upper(), bool(settings.get("use_dora", is_dora))
+    stated = _setting(settings, "r", layers) or rank
+    most = stated * max(len(layers) - 1, 1) if low_rank else stated  # a joined layer may hold the components of each
+    targets = settings.get("target_modules") or "all-linear"
+    pattern = targets if isinstance(targets, str) else "|".join(map(regex.escape, targets))
+    wrong = {
+        f"peft_type={settings.get('peft_type')}": (settings.get("peft_type") or kind) != kind,
+        f"use_dora={str(dora).lower()}": low_rank and dora != is_dora,
+        f"r={stated:g}": rank and (rank % stated or rank > most),
+        "target_modules without it": targets != "all-linear" and not _matches(pattern, layers, "target_modules"),
+    }
+    return next((setting for setting, is_wrong in wrong.items() if is_wrong), None)
+
+
+def _setting(settings: Mapping[str, Any], name: str, layers: tuple[str, ...], default: Any = None) -> float | None:
+    """Return a setting of a layer with these names: its pattern's value, else the common value, else the default."""
+    kind = "rank_pattern" if name == "r" else "alpha_pattern"
+    own = (value for key, value in (settings.get(kind) or {}).items() if _matches(key, layers, kind))
+    value = next(own, settings.get(name, default))
+    return None if value is None else float(value)
+
+
+def _matches(pattern: str, layers: tuple[str, ...], kind: str) -> bool:
+    """Return whether a pattern of peft matches one of a layer's names; `kind` is its setting."""
+    try:
+        return any(_compiled(rf"(.*\.)?({pattern})$").match(layer, timeout=LONGEST_MATCH) for layer in layers)
+    except (regex.error, TimeoutError) as error:
+        raise ValueError(f"{kind}: {error}") from error
 
 
 def short_key(name: str) -> str:

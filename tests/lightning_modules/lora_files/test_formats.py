@@ -263,6 +263,7 @@ def test_other_names_of_a_layer_are_known_and_what_is_no_layer_is_left_out(names
         "diffusion_model.double_blocks.0.img_attn.norm.query_norm.diff": torch.ones(16),
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(2, 4),
         "text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_up.weight": torch.ones(4, 2),
+        "bundle_emb.cat.clip_l": torch.ones(1, 4),
     }
     safetensors.torch.save_file(halves | others, tmp_path / "a.safetensors")
     [(found, again)] = LoRAFile(tmp_path / "a.safetensors").read(names["flux"], "flux").items()

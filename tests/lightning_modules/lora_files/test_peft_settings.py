@@ -42,10 +42,18 @@ LOKR = {f"{ONE_Q}.{part}": torch.ones(8, 8) for part in ("lokr_w1", "lokr_w2")}
 LOKR_FACTORS = {f"{ONE_Q}.lokr_w2_a": torch.ones(8, 2), f"{ONE_Q}.lokr_w2_b": torch.ones(2, 8)}
 HEADER = {"lora_adapter_metadata": json.dumps({"transformer.r": 4, "transformer.lora_alpha": 8})}
 CONTRADICTIONS = {
-    "rank": ({"r": 8}, lora(4), f"adapter_config.json says r=8, {ONE_Q} has rank 4. Correct the wrong one, or"),
-    "rank of a pattern": ({"rank_pattern": {"attn.to_q": 2}}, lora(4), f"says r=2, {ONE_Q} has rank 4"),
-    "rank of a joined layer": ({"target_modules": ["qkv"]}, lora(16, QKV, 192), "says r=4, .* has rank 16"),
-    "no multiple": ({"target_modules": ["qkv"]}, lora(6, QKV, 192), "says r=4, .* has rank 6"),
+    "rank": (
+        {"r": 8},
+        lora(4),
+        f"adapter_config.json says r=8, {ONE_Q} is a LoRA and has rank 4. Correct the wrong one, or",
+    ),
+    "rank of a pattern": ({"rank_pattern": {"attn.to_q": 2}}, lora(4), f"says r=2, {ONE_Q} is a LoRA and has rank 4"),
+    "rank of a joined layer": (
+        {"target_modules": ["qkv"]},
+        lora(16, QKV, 192),
+        "says r=4, .* is a LoRA and has rank 16",
+    ),
+    "no multiple": ({"target_modules": ["qkv"]}, lora(6, QKV, 192), "says r=4, .* is a LoRA and has rank 6"),
     "alpha beside": ({}, lora(4) | ALPHA, f"scale of {ONE_Q} is 0.5 by its alpha and 1 by adapter_config.json"),
     "header": ({}, lora(4), f"scale of {ONE_Q} is 2 by its header and 1 by adapter_config.json", HEADER),
     "DoRA without magnitudes": ({"use_dora": True}, lora(4), f"says use_dora=true, {ONE_Q} is a LoRA"),
@@ -54,9 +62,9 @@ CONTRADICTIONS = {
     "rank of a LoKr": (
         {"peft_type": "LOKR", "alpha": 4},
         {f"{ONE_Q}.lokr_w1": torch.ones(8, 8)} | LOKR_FACTORS,
-        f"says r=4, {ONE_Q} has rank 2",
+        f"says r=4, {ONE_Q} is a LoKr and has rank .* of rank 2",
     ),
-    "other layers": ({"target_modules": ["to_k"]}, lora(4), f"says target_modules without it, {ONE_Q} has tensors"),
+    "other layers": ({"target_modules": ["to_k"]}, lora(4), f"says target_modules without it, {ONE_Q} is a"),
     "another expression": ({"target_modules": r".*\.to_[kv]"}, lora(4), "says target_modules without it"),
 }
 

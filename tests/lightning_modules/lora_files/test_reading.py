@@ -1,7 +1,9 @@
 """LoRA files that are damaged, hostile or of another kind: one short line each."""
 
+import io
 import json
 import struct
+import tarfile
 
 import pytest
 import safetensors.torch
@@ -9,7 +11,7 @@ import torch
 
 from datamodules.errors import UserError
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.reading import LoRAFile, find_weights
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import short
 from tests.support.foreign_files import flux
@@ -33,6 +35,14 @@ def with_header(settings: str) -> bytes:
     return stored(GOOD, {"lora_adapter_metadata": settings})
 
 
+def tar() -> bytes:
+    """Return a tar of one file."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("pytorch_lora_weights.safetensors"))
+    return content.getvalue()
+
+
 OUTSIDE = json.dumps({DOWN: {"dtype": "F32", "shape": [2, 64], "data_offsets": [0, 10**12]}}).encode()
 UNREAD = "contains tensors that Retouch does not read ("
 FILES = {
@@ -52,7 +62,17 @@ FILES = {
         "alpha_pattern: ",
     ),
     "ranks that differ": (stored(GOOD | {UP: torch.ones(64, 3)}), "has matrices of (2, 64) and (64, 3)"),
-    "a convolution": (stored({DOWN: torch.ones(2, 64, 1, 1), UP: torch.ones(64, 2, 1, 1)}), "has matrices of"),
+    "a convolution": (stored({DOWN: torch.ones(2, 64, 3, 3), UP: torch.ones(64, 2, 1, 1)}), "has matrices of"),
+    "AdaLoRA": (
+        stored({f"{LAYER}.{name}": torch.ones(2, 2) for name in ("lora_A", "lora_B", "lora_E", "ranknum")}),
+        "contains tensors of AdaLoRA that Retouch does not read (",
+    ),
+    "AdaLoRA by its settings": (
+        with_header('{"transformer.beta1": 0.85, "transformer.peft_type": "ADALORA"}'),
+        "was saved by peft with peft_type=ADALORA, which",
+    ),
+    "VeRA by its tensors": (stored({f"{LAYER}.vera_lambda_b": torch.ones(2)}), "tensors of VeRA that Retouch"),
+    "a tar": (tar(), "is a tar archive; name a LoRA's"),
     "one half": (stored({DOWN: GOOD[DOWN]}), "half of an update"),
     "text encoders alone": (
         stored({"lora_te1_x.lora_down.weight": torch.ones(2, 4), "lora_te1_x.lora_up.weight": torch.ones(4, 2)}),
@@ -109,6 +129,23 @@ def test_one_short_line_says_what_is_wrong(names, tmp_path, name):
     assert message in str(raised.value)
     assert len(str(raised.value)) < 700
     assert str(raised.value).isprintable()
+
+
+def test_kernels_of_one_pixel_are_matrices(names, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(stored({key: tensor[:, :, None, None] for key, tensor in GOOD.items()}))
+    [delta] = LoRAFile(path).read(names, "tiny").values()
+    assert torch.equal(delta.matrix(), torch.full((64, 64), 2.0))
+
+
+@pytest.mark.parametrize("suffix", [".SAFETENSORS", ".sft"])
+def test_a_folders_only_file_is_found_whatever_its_suffix(tmp_path, suffix):
+    path = tmp_path / f"LORA{suffix}"
+    path.write_bytes(stored(GOOD))
+    assert find_weights(tmp_path) == path
+    (tmp_path / "other.safetensors").touch()
+    with pytest.raises(UserError, match=rf"but LORA{suffix}, other.safetensors. Choose one, as in .*LORA{suffix}"):
+        find_weights(tmp_path)
 
 
 def test_half_precision_is_of_the_file_alone(runs):
