@@ -145,7 +145,7 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
         if "/" not in name and name != EMBEDDED and not exists(name)
     }
     if missing:
-        kinds = {key: "FILE" if Path(name).suffix in SUFFIXES else "FOLDER" for key, name in missing.items()}
+        kinds = {key: "FILE" if Path(name).suffix.lower() in SUFFIXES else "FOLDER" for key, name in missing.items()}
         raise UserError(
             f"the LoRA was trained on {printable(', '.join(missing.values())[:150])} of the machine that trained it: "
             f"pass {' '.join(f'model.{key}={kind}' for key, kind in kinds.items())}"

@@ -18,6 +18,7 @@ from datamodules.errors import UserError, listing
 from datamodules.files import reading
 from datamodules.hub import repository_file
 from lightning_modules.family import Family
+from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, rotated_group
 from lightning_modules.quantization.eight_bit import GROUPS
 from lightning_modules.quantization.quantization import FORMATS, PLAIN
@@ -32,8 +33,25 @@ ROTATED = {"convrot", "convrot_groupsize", "weight_rotated"}
 # Alternatives of files that a component needs. Without a vocabulary transformers creates an empty tokenizer.
 VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("vocab.json", "merges.txt"))
 PREPROCESSORS = (("preprocessor_config.json",), ("processor_config.json",))
+# Suffixes of single files that people name instead of a repository.
+SUFFIXES = (".safetensors", ".sft", ".gguf")
 # Names of the libraries' weights; an index of several files has the name with .index.json.
 USUAL = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+# What tensors of some names say about a file.
+SIGNS = {
+    r"lora_(A|B|down|up)\b|hada_w1|lokr_w1|oft_blocks": (
+        "is a LoRA: pass it by lora= (predict.py), adapter.init_from= or model.training_adapter="
+    ),
+    r"\._data$": "is quantized by quanto, {}",
+    r"[:_]qdata$": "is quantized by torchao, {}",
+    r"\.(wscales|smooth_factor|smooth_orig|qweight|W_q|weight_packed)$": (
+        "is quantized by nunchaku (SVDQuant) or a similar program, {}"
+    ),
+    r"\.weight_scale_2$": "is quantized to nvfp4, {}",
+}
+# The settings of single files, which may all name one checkpoint.
+NAMED = [f"model.{part}_name_or_path" for part in ("transformer", "text_encoder", "vae")]
+NAME_FILES = f"single files, also a checkpoint of all parts, are named by {', '.join(NAMED)}"
 # Files of weights, whether they are read or not.
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
 MODELS = Path(__file__).parents[2] / "conf" / "model"
@@ -84,10 +102,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def indexed_files(index: Path) -> list[str]:
-    """Return the names of the weight files that an index lists; raise a UserError if it is damaged."""
-    with reading(index, GET_AGAIN):
-        return sorted(set(read_json(index)["weight_map"].values()))
+def files_in(folder: str) -> str:
+    """Return the advice to name the single files in a folder; "" if it has none."""
+    names = sorted(path.name for path in Path(folder).glob("*.*") if path.suffix.lower() in SUFFIXES)
+    return f". It contains {listing(names)}; {NAME_FILES}" if names else ""
 
 
 def check_component(folder: Path, class_name: str) -> None:
@@ -127,18 +145,28 @@ def open_weights(
     """Open a model's safetensors files; raise a UserError if one is missing, damaged or of another kind."""
     start, usual = f"{subfolder}/" if subfolder else "", USUAL[library]
     index = repository_file(repository, f"{start}{usual}.index.json", revision)
-    names = [usual] if index is None else indexed_files(index)
-    files = {name: repository_file(repository, start + name, revision) for name in names}
+    listed: dict[str, str] = {}
+    if index is not None:
+        with reading(index, GET_AGAIN):
+            listed = {WRAPPERS.sub("", name): str(file) for name, file in read_json(index)["weight_map"].items()}
+    # transformers would read the usual file, diffusers those of the index: their tensors are there twice.
+    names = {*listed.values()} | ({usual} if not listed or Path(repository, start, usual).is_file() else set())
+    files = {name: repository_file(repository, start + name, revision) for name in sorted(names)}
     if missing := [name for name, file in files.items() if file is None]:
         folder, save = Path(repository, start), f"save the model as safetensors with {library} (save_pretrained)"
         others = sorted(path.name for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
         if index is None and others:
-            raise UserError(
-                f"{folder} has {listing(others)} and not {usual}, which is read: rename a variant of it, or {save}"
-            )
+            shards = any(re.search(r"-\d+-of-\d+\.", name) for name in others)
+            lacks = f"their index, {usual}.index.json: {GET_AGAIN}" if shards else f"{usual}: rename a variant"
+            raise UserError(f"{folder} has {listing(others)} and not {lacks}, or {save}; {NAME_FILES}")
         lacks = f"lacks {listing(missing)}" if index else f"lacks its weights, {usual}"
         raise UserError(f"{folder} {lacks}: {GET_AGAIN}, or {save}")
-    return SafetensorsWeights(file for file in files.values() if file is not None)
+    weights = SafetensorsWeights(file for file in files.values() if file is not None)
+    places = {name: files[file] for name, file in listed.items()}
+    if listed and (wrong := sorted(name for name, _ in places.items() ^ weights.files.items())):
+        said, true = (facts.get(wrong[0], "no file") for facts in (places, weights.files))
+        raise UserError(f"{index} says that {wrong[0]} is in {said}, and it is in {true}: {GET_AGAIN}")
+    return weights
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -172,7 +200,7 @@ def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
 
 
 def check_notes(weights: FileWeights, where: str) -> None:
-    """Raise a UserError for layers that ComfyUI's notes say are quantized in a way that is not read."""
+    """Raise a UserError for a file that is quantized in a way that is not read, by ComfyUI's notes or its names."""
     for layer, note in weights.notes.items():
         name, format, group = f"{layer}.weight", note.get("format"), rotated_group(note)
         dtype = weights.dtypes.get(name, "")
@@ -182,6 +210,9 @@ def check_notes(weights: FileWeights, where: str) -> None:
             raise UserError(f"{where} has {layer} quantized by {format or note}, {NOT_READ}")
         if group != 1 and (group not in GROUPS or weights.shapes[name][1] % group):
             raise UserError(f"{where} has {layer} rotated in groups of {group}, {NOT_READ}")
+    for sign, what in SIGNS.items():
+        if any(re.search(sign, name) for name in weights.dtypes):
+            raise UserError(f"{where} {what.format(NOT_READ)}")
 
 
 def refuse_method(config: Mapping[str, Any], where: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from datamodules.errors import UserError, listing
 from lightning_modules.family import Family
-from lightning_modules.pretrained.checks import note_once, read_json
+from lightning_modules.pretrained.checks import NAME_FILES, note_once, read_json
 from lightning_modules.pretrained.component_files import open_components
 from lightning_modules.pretrained.repository import (
     CONFIGURATIONS,
@@ -70,7 +70,8 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
                     seen = f" ({listing([path.name for path in files])})" if files else ""
                     none = f"no file in {models / folders[0]}{seen} fits by its name and tensors as"
                     problem = f"{listing(several)} all fit as" if several else none
-                    raise UserError(f"model.comfyui: {problem} {part} of {base}. Name one by model.{key}=FILE.")
+                    fix = f"Name one by model.{key}=FILE; {NAME_FILES}."
+                    raise UserError(f"model.comfyui: {problem} {part} of {base}. {fix}")
                 chosen |= {several[0]: str(models / several[0])}
             found[key] = [*chosen.values()] if kind == "text_encoder" else next(iter(chosen.values()))
             note_once(f"{listing([*chosen])} of {models}: used as {kind}")
@@ -80,7 +81,7 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
 def _files(folder: Path) -> list[Path]:
     """Return the files of weights below a folder; unlike Path.rglob, glob follows links to folders."""
     names = sorted(glob(f"{escape(str(folder))}/**", recursive=True))
-    return [Path(name) for name in names if name.endswith(SUFFIXES)]
+    return [Path(name) for name in names if name.lower().endswith(SUFFIXES)]
 
 
 def _names(read_components: Callable[[Path], Collection[str]], path: Path) -> Collection[str]:

@@ -30,7 +30,7 @@ from lightning_modules.pretrained.repository import (
     read_index,
     with_weights,
 )
-from lightning_modules.pretrained.single_file import PART, NamedWeights, TensorPlace, open_file, single_file
+from lightning_modules.pretrained.single_file import PART, NamedWeights, TensorPlace, open_file, put, single_file
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, assemble
 from lightning_modules.quantization.quantization import MARKERS, Quantization
 
@@ -120,7 +120,7 @@ def open_components(
         path = single_file(name, key)
         if path is None:
             raise UserError(f"{key}={name} is not a file. Name a repository by model.pretrained_model_name_or_path.")
-        if path.suffix == ".gguf":
+        if path.suffix.lower() == ".gguf":
             raise UserError(f"{key}={name} has llama.cpp's names, which are not read. Name a .safetensors file.")
         new = _fitting(path, [one for one in known if one.startswith(kind)], repository, revision)
         if twice := found.keys() & new.keys():
@@ -136,10 +136,10 @@ def _fitting(path: Path, names: Sequence[str], repository: str, revision: str | 
     starts = sorted({match[0] for match in map(beginning.match, weights.dtypes) if match}) or [""]
     for name, start in product(names, starts):
         model = meta_component(repository, name, revision, parameters_only=True)
-        named = read(weights, start, model)
-        if hasattr(model, HEAD) and not {*named.dtypes, *model.all_tied_weights_keys} & {f"{HEAD}.weight"}:
-            setattr(model, HEAD, nn.Identity())  # no family computes logits
         try:
+            named = read(weights, start, model)
+            if hasattr(model, HEAD) and not {*named.dtypes, *model.all_tied_weights_keys} & {f"{HEAD}.weight"}:
+                setattr(model, HEAD, nn.Identity())  # no family computes logits
             check_names(named, model, f"as {name} it")
             found[name] = ComponentFile(path, named, model)
         except UserError as error:
@@ -156,7 +156,7 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
 
     table = get_model_conversion_mapping(model)
     renamings, others = ([t for t in table if isinstance(t, WeightRenaming) == kind] for kind in (True, False))
-    own, places = model.state_dict(), {}
+    own, places, kind = model.state_dict(), dict[str, TensorPlace](), type(model).__name__
     for name in weights.dtypes:
         if name.startswith(start):
             key = name.removeprefix(start)
@@ -164,8 +164,8 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
             known = f"{part[1]}.weight" if part else key
             renamed, converted = rename_source_key(known, renamings, others, model.base_model_prefix, own)
             if converted:
-                raise UserError(f"{type(model).__name__} needs its weights to be converted ({known}), {NOT_READ}")
-            places[renamed.removesuffix("weight") + part[2] if part else renamed] = TensorPlace(name)
+                raise UserError(f"{kind} needs its weights to be converted ({known}), {NOT_READ}")
+            put(places, {renamed.removesuffix("weight") + part[2] if part else renamed: TensorPlace(name)}, kind)
     for target, source in model.all_tied_weights_keys.items():
         if target in places:
             places.setdefault(source, places.pop(target))

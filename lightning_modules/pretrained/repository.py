@@ -13,7 +13,7 @@ from datamodules.errors import UserError
 from datamodules.files import PICKLES, kind_of_file
 from datamodules.hashes import FileHashes, hash_file
 from datamodules.hub import repository_file
-from lightning_modules.pretrained.checks import read_json
+from lightning_modules.pretrained.checks import NAME_FILES, SUFFIXES, files_in, read_json
 
 log = logging.getLogger("retouch")
 
@@ -25,8 +25,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIBRARIES = ("diffusers", "transformers")
 # A pipeline's index; the second one is a modular pipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
-# Suffixes of single files that people name instead of a repository.
-SUFFIXES = (".safetensors", ".sft", ".gguf")
 SINGLE_FILES = (*SUFFIXES, ".onnx", *PICKLES)
 # Bytes of a file that takes a while to read.
 LARGE = 10**9
@@ -41,14 +39,12 @@ def resolve_repository(name: str) -> str:
         return str(path)
     if path.is_file():
         what = f"is {kind_of_file(path) or f'a single {path.suffix[1:]} file'}, not a repository"
-    elif path.suffix in SINGLE_FILES or name.startswith((".", "/", "~")):
+    elif path.suffix.lower() in SINGLE_FILES or name.startswith((".", "/", "~")):
         what = "is not there"
     else:
         return name
-    raise UserError(
-        f"{name} {what}. Name a folder in diffusers' layout or such a repository on the hub (owner/name); a single "
-        "file of its transformer is model.transformer_name_or_path"
-    )
+    layout = "Name a folder in diffusers' layout or such a repository on the hub (owner/name)"
+    raise UserError(f"{name} {what}. {layout}; {NAME_FILES}")
 
 
 def shipped_configuration(name: str) -> Path | None:
@@ -132,7 +128,8 @@ def repository_json(repository: str, filename: str, revision: str | None) -> dic
     """Read a JSON file of a pipeline; raise a UserError if there is none, or as `repository_file`."""
     path = repository_file(repository, filename, revision)
     if path is None:
-        raise UserError(f"{repository} has no {filename}: it must be a whole pipeline in diffusers' layout")
+        layout = f"it must be a whole pipeline in diffusers' layout{files_in(repository)}"
+        raise UserError(f"{repository} has no {filename}: {layout}")
     return read_json(path)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from datamodules.errors import UserError, listing
 from datamodules.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
@@ -21,22 +21,12 @@ from lightning_modules.pretrained.checks import NOT_READ, check_names, check_not
 from lightning_modules.pretrained.repository import SUFFIXES, meta_component, shipped_configuration
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
+from lightning_modules.quantization.quantization import MARKERS
 
 # Reads of a GGUF file's header; those of a vocabulary with 256,000 words take a million.
 MOST_READS = 1_500_000
-# Beginnings of a transformer's tensors in checkpoints, and of the other parts that a checkpoint may contain.
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
-OTHER_PARTS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.")
 # A layer's tensor: the layer and the part.
 PART = re.compile(rf"(.+?)\.((?:weight|bias|SCB|weight_format|{SCALED})(?:\.[\w.]+)?)")
-# What tensors of some names say about a file.
-SIGNS = {
-    r"lora_(A|B|down|up)\b|hada_w1|lokr_w1|oft_blocks": (
-        "is a LoRA: pass it by lora= (predict.py), adapter.init_from= or model.training_adapter="
-    ),
-    r"\.(wscales|smooth_factor|smooth_orig|qweight)$": "is quantized by nunchaku (SVDQuant) or a similar program, {}",
-    r"\.weight_scale_2$": "is quantized to nvfp4, {}",
-}
 
 
 def single_file(name: str, key: str) -> Path | None:
@@ -46,7 +36,7 @@ def single_file(name: str, key: str) -> Path | None:
         key: the setting of the name, for a file that does not exist.
     """
     path = Path(name).expanduser()
-    if path.suffix not in (*SUFFIXES, *PICKLES) or path.is_dir():
+    if path.suffix.lower() not in (*SUFFIXES, *PICKLES) or path.is_dir():
         return None
     if not path.is_file():
         raise UserError(f"{key}={name}: there is no such file. Correct the path.")
@@ -55,13 +45,10 @@ def single_file(name: str, key: str) -> Path | None:
 
 def open_file(path: Path) -> FileWeights:
     """Open a file; raise a UserError if it is damaged, or no model that is read."""
-    if path.suffix in PICKLES:
+    if path.suffix.lower() in PICKLES:
         raise UserError(f"{path} is {kind_of_file(path) or 'a pickle of PyTorch'}: save it as .safetensors")
-    weights = GGUFWeights(path) if path.suffix == ".gguf" else SafetensorsWeights([path])
+    weights = GGUFWeights(path) if path.suffix.lower() == ".gguf" else SafetensorsWeights([path])
     check_notes(weights, str(path))
-    for sign, what in SIGNS.items():
-        if any(re.search(sign, name) for name in weights.dtypes):
-            raise UserError(f"{path} {what.format(NOT_READ)}")
     return weights
 
 
@@ -166,7 +153,8 @@ def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNam
         model: on the meta device.
         native: the names of its layers and tensors in its authors' code.
     """
-    named = NamedWeights(weights, _places(weights, path, model, native))
+    places, others = _places(weights, path, model, native)
+    named = NamedWeights(weights, places)
     try:
         check_names(named, model, str(path))
     except UserError as error:
@@ -174,23 +162,31 @@ def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNam
     for mark, setting in native.marks.items():
         if not model.config.get(setting) and any(name.endswith(mark) for name in weights.dtypes):
             raise UserError(f"{path} has {mark}: it needs a model.pretrained_model_name_or_path with {setting}")
+    if others:
+        note_once(f"{listing(sorted(others))} of {path.name} are not used: only its transformer is")
     if any(name.endswith(HINTS) for name in named.dtypes):
         note_once(f"the scales of inputs in {path.name} are not used: inputs are scaled by their own size")
     return named
 
 
-def _places(weights: FileWeights, path: Path, model: nn.Module, native: NativeNames) -> dict[str, TensorPlace]:
-    """Return the places of a transformer's tensors; raise a UserError for a tensor that is there twice."""
+def _places(
+    weights: FileWeights, path: Path, model: nn.Module, native: NativeNames
+) -> tuple[dict[str, TensorPlace], set[str]]:
+    """Return the places of a transformer's tensors, and the first words of the names that lack its prefix."""
     layers, own = LayerNames(model, native), dict(model.named_parameters())
     tensors = in_blocks({name: (one,) for name, one in native.tensors.items()}, own)
-    start = next((one for one in PREFIXES if any(name.startswith(one) for name in weights.dtypes)), "")
+    starts: Counter[str] = Counter()  # prefixes of checkpoints, by how many known names follow them
+    for name in weights.dtypes:
+        rests = (name[i:] for i, letter in enumerate(f".{name}") if letter == ".")
+        starts.update([name.removesuffix(rest) for rest in rests if rest in own or rest in tensors][:1])
+    start = max(starts, key=lambda one: (starts[one], "ema" not in one), default="")
     places: dict[str, TensorPlace] = {}
     others = set()
     for name in weights.dtypes:
         key = name.removeprefix(start)
         if any(re.fullmatch(pattern, key) for pattern in native.unused):
             continue
-        if not name.startswith(start) and name.startswith(OTHER_PARTS):
+        if not name.startswith(start) and name not in MARKERS:
             others.add(name.partition(".")[0])
             continue
         part = PART.fullmatch(key)
@@ -203,12 +199,16 @@ def _places(weights: FileWeights, path: Path, model: nn.Module, native: NativeNa
         else:
             [one] = tensors.get(key, (key,))
             found = {one: TensorPlace(name, shape=tuple(own[one].shape) if key in tensors else None)}
-        if twice := found.keys() & places.keys():
-            raise UserError(f"{path} has {min(twice)} twice, as {places[min(twice)].name} and {name}: {GET_AGAIN}")
-        places |= found
-    if others:
-        note_once(f"{', '.join(sorted(others))} of {path.name} are not used: only its transformer is")
-    return places
+        put(places, found, str(path))
+    return places, others
+
+
+def put(places: dict[str, TensorPlace], found: Mapping[str, TensorPlace], where: str) -> None:
+    """Add the places of tensors; raise a UserError for a tensor that is there twice."""
+    if twice := found.keys() & places.keys():
+        names = f"{places[min(twice)].name} and {found[min(twice)].name}"
+        raise UserError(f"{where} has {min(twice)} twice, as {names}: {GET_AGAIN}")
+    places |= found
 
 
 def _split(
@@ -233,7 +233,8 @@ def _fitting(weights: FileWeights, path: Path) -> str:
         if folder := shipped_configuration(known.base):
             model = meta_component(str(folder), "transformer")
             with suppress(UserError):
-                check_names(NamedWeights(weights, _places(weights, path, model, known.family.layers.native)), model, "")
+                places, _ = _places(weights, path, model, known.family.layers.native)
+                check_names(NamedWeights(weights, places), model, "")
                 found.append(known)
     names = " or ".join(known.name for known in found)
     return f"{path} is a transformer of {found[0].base}. Choose model={names}." if found else ""

@@ -16,6 +16,7 @@ from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained.checks import (
     check_names,
+    files_in,
     models_for,
     note_once,
     open_weights,
@@ -38,7 +39,8 @@ def transformer_config(repository: str, revision: str | None = None) -> dict[str
             config = read_json(path)
             refuse_method(config, repository)
             return config | {"_subfolder": filename.rpartition("/")[0] or None}
-    raise UserError(f"{repository} has neither transformer/config.json nor config.json: it holds no transformer")
+    what = f"it holds no transformer{files_in(repository)}"
+    raise UserError(f"{repository} has neither transformer/config.json nor config.json: {what}")
 
 
 @dataclass(eq=False)

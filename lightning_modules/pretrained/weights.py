@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from datamodules.files import reading, replacing
+from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import FORMATS, PLAIN, Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
@@ -59,31 +60,34 @@ class FileWeights(Weights, Protocol):
 
 
 class SafetensorsWeights(FileWeights):
-    """The tensors of a model's safetensors files."""
+    """The tensors of a model's safetensors files, each in one `files`, by their names without wrappers of training."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.dtypes, self.shapes, self.notes = {}, {}, {}
-        self._file: dict[str, Path] = {}
+        self.files: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}
         for file in files:
             with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
                 metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))
                 notes = metadata.get("layers", {})
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    part = opened.get_slice(name)
+                for stored in opened.keys():  # noqa: SIM118 (not a dict)
+                    part, name = opened.get_slice(stored), WRAPPERS.sub("", stored)
+                    if name in self.files:
+                        raise UserError(f"{self.files[name]} and {file} both contain {name}: {GET_AGAIN}")
                     self.dtypes[name], self.shapes[name] = part.get_dtype(), tuple(part.get_shape())
-                    self._file[name] = file
+                    self.files[name], self._stored[name] = file, stored
                     if name.endswith(".comfy_quant"):
-                        notes[name.removesuffix(".comfy_quant")] = json.loads(bytes(opened.get_tensor(name).tolist()))
+                        notes[name.removesuffix(".comfy_quant")] = json.loads(bytes(opened.get_tensor(stored).tolist()))
                 self.notes |= {layer: {**note.get("params", {}), **note} for layer, note in notes.items()}
         self._open: tuple[Path, Any] | None = None
         self._touched = 0
 
     def map(self, name: str) -> Tensor:
         """Return a tensor in its file's memory: pages are read on use, and the system may drop them."""
-        file = self._file[name]
+        file = self.files[name]
         if self._open is None or self._open[0] != file or self._touched > REOPEN_AFTER:
             self._open, self._touched = (file, safe_open(file, "pt").__enter__()), 0
-        tensor = self._open[1].get_tensor(name)
+        tensor = self._open[1].get_tensor(self._stored[name])
         self._touched += tensor.nbytes
         return tensor
 

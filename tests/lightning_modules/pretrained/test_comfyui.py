@@ -87,7 +87,7 @@ def test_one_that_is_named_is_used(shipped):
 CHANGES = {
     "two files": (
         lambda models: shutil.copy(models / "vae/ae.safetensors", models / "vae/other.safetensors"),
-        r"vae/ae.safetensors, vae/other.safetensors all fit as vae of .* Name one by model.vae_name_or_path=FILE",
+        r"vae/ae.safetensors, vae/other.safetensors all fit as vae of .* Name one by model.vae_name_or_path=FILE; ",
     ),
     "a file less": (
         lambda models: (models / "clip/linked/t5xxl.safetensors").unlink(),

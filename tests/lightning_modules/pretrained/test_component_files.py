@@ -137,6 +137,15 @@ def test_a_head_that_is_the_embedding_is_not_stored_again(files_of, tmp_path, mo
     assert_equal(files.open(files.write(state))["text_encoder"].load(CPU, torch.float32, None), expected)
 
 
+def test_a_tensor_by_two_names_is_refused(files_of):
+    files = files_of(QWEN)
+    state = files.state("text_encoder")
+    name = next(name for name in state if name.startswith("model.layers.0."))
+    other = name.replace("model.", "model.language_model.", 1)
+    with pytest.raises(UserError, match=rf"file.safetensors fits no .* has {other} twice, as {other} and {name}"):
+        files.open(files.write(state | {other: state[name] + 1}))
+
+
 def fp8(state, layers, scaled):
     """Quantize the layers, with scales, or all tensors without; return their values as well."""
     quantized, values = {}, {}

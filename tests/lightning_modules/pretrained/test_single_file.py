@@ -17,7 +17,7 @@ from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.families.z_image.module import NATIVE_NAMES
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
-from lightning_modules.pretrained.repository import meta_component, shipped_configuration
+from lightning_modules.pretrained.repository import meta_component, read_index, shipped_configuration
 from lightning_modules.pretrained.single_file import GGUFWeights
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.eight_bit import rotate
@@ -283,12 +283,20 @@ def test_8_bits_are_quantized_again_to_4_if_these_are_configured(flux):
     assert flux.source(path, quantized=quantization("int8_w8a8")).precision == "fp8"  # nothing to gain
 
 
-def test_a_checkpoint_of_all_parts_is_read_without_the_others(flux, caplog):
-    state = {f"model.diffusion_model.{key}": tensor for key, tensor in flux.in_native_names().items()}
-    path = flux.write(state | {"vae.encoder.conv_in.weight": torch.zeros(1), "text_encoders.clip_l.x": torch.zeros(1)})
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "net.", "module.net._orig_mod.", "pipe.dit."])
+def test_a_checkpoint_of_all_parts_is_read_without_the_others(flux, caplog, prefix):
+    state = {f"{prefix}{key}": tensor for key, tensor in flux.in_native_names().items()}
+    averages = {f"model_ema.{key}": tensor + 1 for key, tensor in flux.in_native_names().items()}
+    others = ("vae.encoder.conv_in.weight", "v_pred", "denoiser.sigmas", "model_emaimg_in")
+    path = flux.write(averages | state | {name: ONE.clone() for name in others}, f"{prefix}safetensors")
     with caplog.at_level("INFO", "retouch"):
         assert_equal(flux.source(path).load(CPU), flux.state)
-    assert "text_encoders, vae of model.safetensors are not used" in caplog.text
+    assert f"denoiser, model_ema, model_emaimg_in and 2 more of {prefix}safetensors are not used" in caplog.text
+
+
+def test_a_part_without_the_prefix_of_the_others_is_missing(flux):
+    state = {f"net.{key}": tensor for key, tensor in flux.in_native_names().items() if key != "img_in.bias"}
+    assert "lacks x_embedder.bias" in refusal(flux, flux.write(state | {"img_in.bias": torch.ones(64)}))
 
 
 def test_the_config_next_to_a_file_counts(flux):
@@ -332,6 +340,9 @@ REFUSED = {
     "a LoRA": (lambda _: {"double_blocks.0.img_attn.proj.lora_down.weight": ONE}, "is a LoRA: pass it by lora="),
     "nunchaku": (changed(single_blocks__0__linear1__wscales=ONE), "quantized by nunchaku"),
     "nvfp4": (noted(format="nvfp4"), "quantized by nvfp4, which is not read: use the model's 16-bit"),
+    "quanto": (changed(img_in__weight=None, img_in__weight___data=ONE), "quantized by quanto, which is not read"),
+    "torchao": (changed(**{"img_in.weight": None, "img_in.weight:qdata": ONE}), "quantized by torchao, which is not"),
+    "HQQ": (changed(img_in__weight=None, img_in__W_q=ONE), "quantized by nunchaku (SVDQuant) or a similar program"),
     "nvfp4 without a note": (changed(img_in__weight_scale_2=ONE), "quantized to nvfp4"),
     "mxfp8": (noted(format="mxfp8"), "quantized by mxfp8"),
     "ConvRot in 4 bits": (noted(format="convrot_w4a4", convrot_groupsize=256), "quantized by convrot_w4a4"),
@@ -442,6 +453,25 @@ def test_edit_2511_in_a_file_needs_its_base(files_of):
 def test_a_file_that_is_not_there_is_named(name, flux):
     with pytest.raises(UserError, match="there is no such file"):
         _ = flux.source(name).repository
+
+
+@pytest.mark.parametrize("suffix", ["SAFETENSORS", "Sft"])
+def test_the_suffix_may_have_capitals(flux, suffix):
+    path = flux.write(flux.in_native_names()).rename(flux.folder / f"FILE.{suffix}")
+    assert_equal(flux.source(path).load(CPU), flux.state)
+    path.unlink()
+    torch.save({"a": ONE}, flux.folder / "old.CKPT")
+    assert "pickle of PyTorch: save it as .safetensors" in refusal(flux, flux.folder / "old.CKPT")
+
+
+def test_a_folder_of_single_files_names_them_and_their_settings(flux, tmp_path):
+    flux.write(flux.in_native_names()).rename(tmp_path / "flux1-dev.safetensors")
+    words = (
+        "It contains flux1-dev.safetensors; .*model.transformer_name_or_path, model.text_encoder_name_or_path, model.v"
+    )
+    for read in (lambda: flux.source(tmp_path).check_files(), lambda: read_index(str(tmp_path))):
+        with pytest.raises(UserError, match=words):
+            read()
 
 
 def test_a_pickle_is_refused(flux):

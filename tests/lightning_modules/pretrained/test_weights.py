@@ -155,6 +155,65 @@ def test_a_shard_that_is_missing_or_damaged_is_named(source, tmp_path):
         load(tmp_path)
 
 
+def shards_of(source, folder):
+    """Write a transformer in shards; return the first two, and the index."""
+    source.save_pretrained(folder, max_shard_size="300KB")
+    return *sorted(folder.glob("*.safetensors"))[:2], folder / f"{NAME}.index.json"
+
+
+def twice(first, second, index):
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor + 1}, second)
+    return rf"00001-of.* and .*00002-of-\S+ both contain {name}: download"
+
+
+def elsewhere(first, second, index):
+    content = json.loads(index.read_text())
+    name = min(name for name, file in content["weight_map"].items() if file == first.name)
+    content["weight_map"][name] = second.name
+    index.write_text(json.dumps(content))
+    return rf"index.json says that {name} is in \S+00002-of\S+, and it is in \S+00001-of\S+: download"
+
+
+def unlisted(first, second, index):
+    content = json.loads(index.read_text())
+    name = min(content["weight_map"])
+    del content["weight_map"][name]
+    index.write_text(json.dumps(content))
+    return rf"says that {name} is in no file, and it is in"
+
+
+def nowhere(first, second, index):
+    name, *kept = load_file(first)
+    save_file({key: load_file(first)[key] for key in kept}, first)
+    return rf"says that {name} is in \S+00001-of\S+, and it is in no file"
+
+
+def also_whole(first, second, index):
+    save_file(load_file(first), first.with_name(NAME))
+    return rf"00001-of\S+ and \S+{NAME} both contain"
+
+
+@pytest.mark.parametrize("change", [twice, elsewhere, unlisted, nowhere, also_whole], ids=lambda one: one.__name__)
+def test_an_index_and_shards_that_contradict_each_other_are_refused(source, tmp_path, change):
+    words = change(*shards_of(source, tmp_path))
+    with pytest.raises(UserError, match=words):
+        load(tmp_path)
+
+
+def test_shards_without_an_index_are_told_that_it_is_missing(source, tmp_path):
+    shards_of(source, tmp_path)[2].unlink()
+    with pytest.raises(UserError, match=rf"00001-of\S+ .* and not their index, {NAME}.index.json: download it again"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_wrappers_of_training_are_no_part_of_a_name(source, tmp_path, wrapper):
+    source.save_pretrained(tmp_path)
+    save_file({wrapper + name: tensor for name, tensor in load_file(tmp_path / NAME).items()}, tmp_path / NAME)
+    assert all(map(torch.equal, load(tmp_path).parameters(), source.parameters()))
+
+
 def int8(shape=(), note=None):
     """Return int8 tensors with a scale per layer or row, as in ComfyUI's int8_tensorwise."""
 
@@ -204,7 +263,7 @@ REFUSED = {
         f"{LAYER}.weight of 32x64, FluxTransformer2DModel of 64x64",
     ),
     "ConvRot": (int8(note={"convrot": True}), {}, "rotated in groups of 256, which is not read"),
-    "nvfp4": (fp8("weight_scale"), {"weight_scale_2": torch.ones(())}, "weight_scale_2, for which its model has no pl"),
+    "nvfp4": (fp8("weight_scale"), {"weight_scale_2": torch.ones(())}, "is quantized to nvfp4, which is not read"),
 }
 
 
@@ -228,7 +287,7 @@ def test_a_single_file_is_named_by_its_kind_and_not_looked_for_on_the_hub(tmp_pa
     with pytest.raises(UserError, match=r"is not there\. Name a folder in diffusers' layout or such a repository on"):
         resolve_repository("models/kontext.gguf")
     (tmp_path / "kontext.gguf").write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(UserError, match=r"is a GGUF file, not a repository\. .*is model.transformer_name_or_path"):
+    with pytest.raises(UserError, match=r"is a GGUF file, not a repository\. .* by model.transformer_name_or_path"):
         resolve_repository(str(tmp_path / "kontext.gguf"))
 
 
