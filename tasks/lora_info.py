@@ -81,7 +81,6 @@ def _facts(cfg: DictConfig, file: LoRAFile) -> Description:
         "layers": f"{len(parts)}",
         "kind": counted([delta.kind for delta in file.empty.values()]),
         "rank": counted([delta.size for delta in file.empty.values()]),
-        "scale": "unknown",
         "dtype": counted([file.dtypes[key] for key in used]),
         "T-LoRA": shown(", ".join(f"{key} {one}" for key, one in schedule.items() if key != "note"), 120) or "no",
         **{owner: f"{len(keys)} tensors, ignored" for owner, keys in file.ignored.items()},

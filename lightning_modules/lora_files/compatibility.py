@@ -39,6 +39,7 @@ COMFYUI_LAYERS = (
 # Layers of Qwen-Image-2.1 that ComfyUI joins, and finds in files by diffusers' names with diffusers' prefix only.
 JOINED = re.compile(r"\.img_mlp\.(proj|gate_layer)$")
 COMFYUI_DORA = "nearly: it divides by the row norms of the base's weights, not of the updated ones"
+UNTRIED = "by its names; no ComfyUI that knows FLUX.3 was measured"
 FUSE = "task=export fuse=true writes a transformer that includes it"
 MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
 UNKNOWN_NAMES = "does not know these names"
@@ -100,7 +101,7 @@ def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Re
     if kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
         instead = FUSE if joined else "use format=comfyui"
         return Reader("ComfyUI", False, f"ignores lora_magnitude_vector, half of the DoRA; {instead}")
-    if joined and FORMATS[format].prefix != "transformer.":
+    if joined and format not in ("diffusers", "onetrainer"):
         instead = FUSE if kind == "DoRA" else "use format=diffusers"
         return Reader("ComfyUI", False, f"ignores img_mlp.proj and img_mlp.gate_layer; {instead}")
     saved = tuple(layer for group in names.saved.values() for layer in group if kind != "LoKr")
@@ -108,7 +109,8 @@ def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Re
     if ignored and names.readers in ("flux", "flux2", "flux3", "longcat") and not FORMATS[format].native:
         which = f"{len(ignored)} of {len(layers)} layers under these names ({listing(ignored)})"
         return Reader("ComfyUI", False, f"ignores {which}; use format=comfyui")
-    return Reader("ComfyUI", True, COMFYUI_DORA if kind == "DoRA" else "")
+    note = UNTRIED if names.readers == "flux3" else COMFYUI_DORA if kind == "DoRA" else ""
+    return Reader("ComfyUI", True, note)
 
 
 def _diffusers(format: str, names: LayerNames, layers: list[str], pipeline_name: str, kind: str) -> Reader:

@@ -135,7 +135,7 @@ def require_finite(tensors: Mapping[str, Tensor], remedy: str) -> None:
 def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = None) -> dict[str, Tensor]:
     """Return the tensors of a file, by their names in a format; raises UserError if it cannot hold the deltas."""
     how = FORMATS[format]
-    if format == "onetrainer" and names is not None and names.readers in ("", "krea2", "z_image"):
+    if format == "onetrainer" and names is not None and names.readers in ("", "krea2", "z_image", "qwen21"):
         how = how._replace(prefix="transformer.", flat=False)  # its names are flat only for FLUX
     if (kind := common_kind(deltas.values())) not in how.kinds:
         others = [f"format={name}" for name, one in FORMATS.items() if kind in one.kinds]

@@ -15,14 +15,7 @@ from torch import nn
 from datamodules.errors import UserError
 from datamodules.files import reading
 from datamodules.hub import repository_file
-from lightning_modules.pretrained.checks import (
-    NOT_READ,
-    VOCABULARIES,
-    check_component,
-    check_names,
-    library_of,
-    open_weights,
-)
+from lightning_modules.pretrained import checks
 from lightning_modules.pretrained.repository import (
     component_class,
     component_origin,
@@ -82,9 +75,9 @@ def load_component(
     cls = component_class(repository, name, revision)
     origin, revision_there, subfolder = component_origin(repository, name, revision)
     if Path(origin).is_dir():
-        check_component(Path(origin, subfolder), cls.__name__)
+        checks.check_component(Path(origin, subfolder), cls.__name__)
     elif "Tokenizer" in cls.__name__ or "Processor" in cls.__name__:  # else transformers may create an empty tokenizer
-        names = [f"{subfolder}/{files[0]}".lstrip("/") for files in VOCABULARIES]
+        names = [f"{subfolder}/{files[0]}".lstrip("/") for files in checks.VOCABULARIES]
         if not any(repository_file(origin, name, revision_there) for name in names):
             raise UserError(f"{origin} lacks {', '.join(names)}: {GET_AGAIN}")
     model = meta_component(repository, name, revision, parameters_only=True)
@@ -99,11 +92,11 @@ def load_component(
 
 def open_component(model: Any, repository: str, subfolder: str = "", revision: str | None = None) -> ComponentFile:
     """Open the weights of a model, whose parameters are on the meta device, in a repository."""
-    library = library_of(type(model).__name__)
-    weights = open_weights(repository, subfolder, library, revision)
+    library = checks.library_of(type(model).__name__)
+    weights = checks.open_weights(repository, subfolder, library, revision)
     named = (_autoencoder if library == "diffusers" else _text_encoder)(weights, "", model)
     path = Path(repository, subfolder)
-    check_names(named, model, str(path))
+    checks.check_names(named, model, str(path))
     return ComponentFile(path, named, model)
 
 
@@ -140,7 +133,7 @@ def _fitting(path: Path, names: Sequence[str], repository: str, revision: str | 
             named = read(weights, start, model)
             if hasattr(model, HEAD) and not {*named.dtypes, *model.all_tied_weights_keys} & {f"{HEAD}.weight"}:
                 setattr(model, HEAD, nn.Identity())  # no family computes logits
-            check_names(named, model, f"as {name} it")
+            checks.check_names(named, model, f"as {name} it")
             found[name] = ComponentFile(path, named, model)
         except UserError as error:
             problems.append(str(error))
@@ -164,7 +157,7 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
             known = f"{part[1]}.weight" if part else key
             renamed, converted = rename_source_key(known, renamings, others, model.base_model_prefix, own)
             if converted:
-                raise UserError(f"{kind} needs its weights to be converted ({known}), {NOT_READ}")
+                raise UserError(f"{kind} needs its weights to be converted ({known}), {checks.NOT_READ}")
             put(places, {renamed.removesuffix("weight") + part[2] if part else renamed: TensorPlace(name)}, kind)
     for target, source in model.all_tied_weights_keys.items():
         if target in places:

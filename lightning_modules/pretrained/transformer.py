@@ -14,15 +14,7 @@ from datamodules.hub import repository_file
 from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
-from lightning_modules.pretrained.checks import (
-    check_names,
-    files_in,
-    models_for,
-    note_once,
-    open_weights,
-    read_json,
-    refuse_method,
-)
+from lightning_modules.pretrained import checks
 from lightning_modules.pretrained.repository import index_file, read_index, resolve_repository, shipped_configuration
 from lightning_modules.pretrained.single_file import GGUFWeights, name_tensors, open_file, single_file
 from lightning_modules.pretrained.weights import FileWeights, assemble
@@ -36,10 +28,10 @@ def transformer_config(repository: str, revision: str | None = None) -> dict[str
     """Read the transformer's config.json, from its subfolder or from a repository that contains nothing else."""
     for filename in ("transformer/config.json", "config.json"):
         if path := repository_file(repository, filename, revision):
-            config = read_json(path)
-            refuse_method(config, repository)
+            config = checks.read_json(path)
+            checks.refuse_method(config, repository)
             return config | {"_subfolder": filename.rpartition("/")[0] or None}
-    what = f"it holds no transformer{files_in(repository)}"
+    what = f"it holds no transformer{checks.files_in(repository)}"
     raise UserError(f"{repository} has neither transformer/config.json nor config.json: {what}")
 
 
@@ -77,7 +69,7 @@ class TransformerSource:
         if self.file is None:
             return transformer_config(self.repository, self.revision)
         beside = self.file.with_name("config.json")
-        if beside.is_file() and (config := read_json(beside)).get("_class_name") == self.class_name:
+        if beside.is_file() and (config := checks.read_json(beside)).get("_class_name") == self.class_name:
             return config | {"_subfolder": None}
         shipped = None if self.revision else shipped_configuration(self.pipeline)
         return transformer_config(resolve_repository(str(shipped or self.pipeline)), self.revision)
@@ -86,13 +78,13 @@ class TransformerSource:
         """Open its weights; raise a UserError if they are damaged or do not fit."""
         if self.file is None:
             subfolder = self.config()["_subfolder"]
-            weights = open_weights(self.repository, subfolder, "diffusers", self.revision)
-            check_names(weights, self.meta, str(Path(self.repository, subfolder or "")))
+            weights = checks.open_weights(self.repository, subfolder, "diffusers", self.revision)
+            checks.check_names(weights, self.meta, str(Path(self.repository, subfolder or "")))
             return weights
         stored = open_file(self.file)
         named = name_tensors(stored, self.file, self.meta, self.native)
         if isinstance(stored, GGUFWeights) and self.quantization is None:
-            note_once(
+            checks.note_once(
                 f"{self.file.name} is {stored.type} on disk and becomes {self._configured}. model/quantization=nf4 or "
                 "fp8 takes less memory"
             )
@@ -126,7 +118,7 @@ class TransformerSource:
         if found not in (self.class_name, None):
             raise UserError(
                 f"{self.name} holds a {found}, {family.__name__} needs a {self.class_name}: choose "
-                f"{models_for(found) or 'the model= that goes with it'}"
+                f"{checks.models_for(found) or 'the model= that goes with it'}"
             )
         if reasons := [why for setting, why in family.refused.items() if config.get(setting)]:
             raise UserError(f"{self.name} {reasons[0]}")

@@ -64,8 +64,7 @@ class SafetensorsWeights(FileWeights):
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.dtypes, self.shapes, self.notes = {}, {}, {}
-        self.files: dict[str, Path] = {}
-        self._stored: dict[str, str] = {}
+        self.files, self._stored = dict[str, Path](), dict[str, str]()
         for file in files:
             with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
                 metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))

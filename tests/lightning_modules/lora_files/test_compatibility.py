@@ -145,6 +145,8 @@ def test_other_verdicts(pipeline):
     assert all("full rank at every timestep" in one.note for one in rows[:2])
     assert "lora_magnitude_vector" in row("ComfyUI", "diffusers", names, names.shapes, name, kind="DoRA").note
     assert row("ComfyUI", "comfyui", names, names.shapes, name, kind="DoRA").reads is (names.readers != "qwen21")
+    note = row("ComfyUI", "diffusers", names, next(iter(names.saved.values()), ()), name).note
+    assert ("no ComfyUI that knows FLUX.3" in note) == (names.readers == "flux3")
     for kind in ("LoKr", "LoHa", "OFT"):
         layers = [layer for layer in names.shapes if layer.endswith("to_q")]
         found = {one.program: one.reads for one in readers("diffusers", names, layers, name, kind=kind)}

@@ -15,9 +15,11 @@ from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.qwen_image.module import QwenImageEdit
+from lightning_modules.families.qwen_image_2_1.module import QwenImage21
 from lightning_modules.families.z_image.module import ZImage
+from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.lora_files.delta import relative_change
-from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.names import LayerNames, LayerShape
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, encode, write
 from tests.support import foreign_files
@@ -237,6 +239,18 @@ def test_names_in_a_file_are_those_of_its_program(names, model, format, layer, k
     assert not [name for name in tensors if "qkv" in name]
     alphas = [one for name, one in tensors.items() if name.endswith(".alpha")]
     assert alphas == ([torch.tensor(2.0)] if format in ("kohya", "onetrainer") else [])
+
+
+def test_onetrainers_names_of_qwen_image_2_1_are_those_of_qwen_image(tmp_path):
+    layers = [LAYER, "transformer_blocks.0.img_mlp.proj"]
+    names = LayerNames(dict.fromkeys(layers, LayerShape(8, 4)), QwenImage21.layers.native)
+    updates = {layer: random_delta(names.shapes[layer]) for layer in layers}
+    write(tmp_path / "x.safetensors", updates, {}, format="onetrainer", names=names)
+    assert {f"transformer.{layer}.lora_down.weight" for layer in layers} < {
+        *LoRAFile(tmp_path / "x.safetensors").shapes
+    }
+    found = {one.program: one.reads for one in readers("onetrainer", names, layers, QwenImage21.pipeline_name)}
+    assert found == {"ComfyUI": True, "diffusers": False, "Retouch": True}
 
 
 TO_K, TO_OUT = "transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_out.0"
