@@ -129,6 +129,8 @@ name one by `model.transformer_name_or_path`, `model.text_encoder_name_or_path` 
   diffusers or of the model's authors. 8-bit layers are kept as they are, or quantized again if 4 bits are configured.
 - GGUF of any type, for transformers (`pip install -e '.[gguf]'`): dequantized while it is loaded, to bf16 or to
   `model/quantization=nf4`, `fp4`, `fp8` or `int8_w8a8`.
+- FLUX.2 [dev]'s text encoder may lack the parts that are not used, its last ten layers and the vision tower
+  (`mistral_3_small_flux2_bf16`).
 - Checkpoints of all parts (`models/checkpoints`): name one in each of the three settings. A prefix of the transformer's
   names is found; what it does not precede, such as `model_ema`, is left out with a note.
 - Refused: nvfp4, mxfp8, ConvRot in 4 bits, nunchaku (SVDQuant), quanto, torchao, joined layers in bitsandbytes' 4 bits,

@@ -35,6 +35,8 @@ TEXT_ENCODER = re.compile(r"text_encoders\.[^.]+\.transformer\.")
 AUTOENCODER = re.compile(r"vae\.|first_stage_model\.")
 # Layers that the authors of FLUX.2 have in other parts of the autoencoder.
 MOVED = re.compile(r"^(en|de)coder\.(?=(post_)?quant_conv\.)")
+# Tensors of FLUX.2 [dev]'s text encoder that are not used: its pipeline reads the outputs of layers 10, 20 and 30.
+UNUSED = re.compile(r"model\.(vision_tower|multi_modal_projector|language_model\.(norm|layers\.[3-9]\d))\.")
 # The layer of a language model that returns logits.
 HEAD = "lm_head"
 
@@ -131,6 +133,8 @@ def _fitting(path: Path, names: Sequence[str], repository: str, revision: str | 
         model = meta_component(repository, name, revision, parameters_only=True)
         try:
             named = read(weights, start, model)
+            if type(model).__name__ == "Mistral3ForConditionalGeneration":
+                named = _without_unused(named, model)
             if hasattr(model, HEAD) and not {*named.dtypes, *model.all_tied_weights_keys} & {f"{HEAD}.weight"}:
                 setattr(model, HEAD, nn.Identity())  # no family computes logits
             checks.check_names(named, model, f"as {name} it")
@@ -156,6 +160,8 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
             part = PART.fullmatch(key)  # the tables know a layer's weight, and not its scales
             known = f"{part[1]}.weight" if part else key
             renamed, converted = rename_source_key(known, renamings, others, model.base_model_prefix, own)
+            if renamed not in own and (inner := renamed.replace("model.", "model.language_model.", 1)) in own:
+                renamed = inner  # the language model's own name, in a file without images
             if converted:
                 raise UserError(f"{kind} needs its weights to be converted ({known}), {checks.NOT_READ}")
             put(places, {renamed.removesuffix("weight") + part[2] if part else renamed: TensorPlace(name)}, kind)
@@ -168,6 +174,14 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
     own_parts = [name for name in places if name.removeprefix(base).partition(".")[0] in parts]
     kept = {*own_parts, *MARKERS} - {name for name, _ in model.named_buffers()}
     return NamedWeights(weights, {name: place for name, place in places.items() if name in kept})
+
+
+def _without_unused(weights: NamedWeights, model: Any) -> NamedWeights:
+    """Remove from FLUX.2 [dev]'s text encoder what is not used and ComfyUI's file lacks; hidden states have no norm."""
+    text = model.model.language_model
+    text.layers, text.norm = text.layers[:30], nn.Identity()
+    model.model.vision_tower = model.model.multi_modal_projector = nn.Identity()
+    return NamedWeights(weights, {name: TensorPlace(name) for name in weights.dtypes if not UNUSED.match(name)})
 
 
 def _autoencoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:

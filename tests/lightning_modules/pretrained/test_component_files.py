@@ -1,6 +1,7 @@
 """Text encoders and autoencoders in single files, as ComfyUI's users have them: the repository's to the bit."""
 
 import itertools
+import re
 import shutil
 
 import pytest
@@ -368,6 +369,35 @@ def test_prompts_and_images_are_encoded_as_by_the_repository(files_of, model, tm
         *TEXTS[model],
         "vae",
     }
+
+
+DEV_FILES = {
+    "full": lambda name: True,
+    "as ComfyUI's": lambda name: not re.search(r"layers\.30\.|language_model\.model\.norm", name),
+    "without its vision": lambda name: name.startswith("language_model") and not re.search(r"layers\.30\.", name),
+}
+
+
+@pytest.mark.parametrize("names", [lambda name: name, lambda name: name.replace("language_model.model.", "model.")])
+@pytest.mark.parametrize("kind", DEV_FILES)
+def test_prompts_are_encoded_by_flux2_devs_text_encoder_without_its_unused_parts(files_of, kind, names):
+    files = files_of("flux2_dev")
+    state = {names(name): one for name, one in files.state("text_encoder").items() if DEV_FILES[kind](name)}
+    path = files.write(state | {"tekken_model": torch.zeros(9, dtype=torch.uint8)})
+    module, plain = (module_of(files, *more) for more in ([f"model.text_encoder_name_or_path={path}"], []))
+    module.base.check()
+    with torch.no_grad():
+        ours, expected = (one.encode_prompt(one.base.components, "make it snow", []) for one in (module, plain))
+    assert ours["prompt_embeds"].equal(expected["prompt_embeds"])
+    assert not hasattr(module.base.components["text_encoder"].model.vision_tower, "ln_pre")
+
+
+@pytest.mark.parametrize("lacking", ["layers.29.", "embed_tokens"])
+def test_parts_of_flux2_devs_text_encoder_that_are_used_are_needed(files_of, lacking):
+    files = files_of("flux2_dev")
+    state = {name: one for name, one in files.state("text_encoder").items() if lacking not in name}
+    with pytest.raises(UserError, match=f"as text_encoder it lacks .*{lacking}"):
+        files.open(files.write(state))
 
 
 def settings_of(texts, vae):
