@@ -47,9 +47,9 @@ def job(cfg: DictConfig) -> float | None:
             check_keys(cfg, "train")
             check_ranges(cfg, "train")
             check_shards(cfg)
+            check_run(cfg)
             with contextlib.ExitStack() as around:
                 if cfg.task == "fit":
-                    check_run(cfg)
                     around.enter_context(output_in_use(output_dir))
                     around.enter_context(queued_again(cfg.resume))
                     if url is not None:

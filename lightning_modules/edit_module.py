@@ -104,7 +104,6 @@ class EditModule(L.LightningModule, Family):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             data = PairsDataModule.of(self.trainer)
-            self.base.check_precision(str(self.trainer.precision))
             self.execution.check_data(data)
             assert self.objective is not None
             self.objective.check_sizes(data.drawn_sizes)

@@ -19,10 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from datamodules.errors import UserError, listing
 from datamodules.shards import stores
-from report.quoting import PATHS, SECRET, TEXTS, is_parsed, literal, program
+from report.quoting import PATHS, SECRET, TEXTS, is_parsed, literal, override, program
 from runs.config_file import calls_another_function, is_own
 from runs.run_folder import RunFolder
-from tasks.check_keys import Declared, closest, declared
+from tasks.check_keys import TASKS, Declared, closest, declared
 from tasks.resolvers import CONF
 from tasks.resuming import OF_A_START, newest_run
 from tasks.terminal import log, started_by_lightning
@@ -75,9 +75,9 @@ def read_values(settings: Sequence[str], script: str) -> list[str]:
         if private or elsewhere or not (VALUE_KEY.fullmatch(key) and one.isprintable()):
             refuse(one)
     arguments = read_arguments([*settings, "--cfg", "job"], script)[:-2]  # as if only shown: without a line in the log
-    for override in OverridesParser.create().parse_overrides(arguments):
-        key, value = override.key_or_group, override.value()
-        if (choices := declared(script).groups.get(key)) is not None and not override.is_delete():
+    for given in OverridesParser.create().parse_overrides(arguments):
+        key, value = given.key_or_group, given.value()
+        if (choices := declared(script).groups.get(key)) is not None and not given.is_delete():
             check_choice(key, value, choices)
         if (place := _function_in(value, key)) is not None:
             refuse(place)
@@ -194,31 +194,43 @@ def _split(arguments: Sequence[str], script: str, trusted: bool) -> tuple[list[s
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):
             key = settings[index - 1].partition("=")[0] if index else ""
-            hint = f'Quote the {key}: {key}="...".' if key in TEXTS | PATHS else "Write GROUP=NAME or KEY=VALUE."
+            hint = f'Quote the {key}: {key}="...".' if key in TEXTS | PATHS else f"Write {_meant(word, script)}."
             raise UserError(f"{word}: it is not KEY=VALUE. {hint}")
     return [argument for argument in arguments if argument not in settings], settings
+
+
+def _meant(word: str, script: str) -> str:
+    """Return the setting that a word without a key probably means: a choice of conf/, a file or a folder."""
+    known, path = declared(script), Path(word).expanduser()
+    if groups := [group for group, options in known.groups.items() if word in options]:
+        return f"{groups[0]}={word}"
+    if word in TASKS[script] or not path.exists():
+        return f"task={word}" if word in TASKS[script] else "GROUP=NAME or KEY=VALUE"
+    is_lora = path.suffix == ".safetensors" or RunFolder(path).config.exists() or any(path.glob("*.safetensors"))
+    key = "data.root" if script == "train" else "lora" if is_lora else "image"
+    return override("model.pretrained_model_name_or_path" if (path / "model_index.json").exists() else key, word)
 
 
 def _checked(setting: str, known: Declared) -> str:
     """Return a setting as Hydra accepts it; raise a UserError if its key is no setting."""
     try:
-        override = OverridesParser.create().parse_override(setting)
+        given = OverridesParser.create().parse_override(setting)
     except HydraException as error:
         key, _, value = setting.partition("=")
         raise UserError(
             f"{setting}: {_first_line(error)}. If the value is text, quote it twice: {key}='\"{value}\"'."
         ) from error
-    key = override.key_or_group
+    key = given.key_or_group
     if key.startswith("hydra") or "@" in setting.partition("=")[0]:
         return setting
     if key in known.groups:
-        if override.value() is not None or override.is_delete():
+        if given.value() is not None or given.is_delete():
             return setting
         if key in known.may_be_null:
             return f"~{key}"
         raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
     dotted = key.replace("/", ".")
-    is_argument = known.takes_arguments(dotted) and (override.is_add() or override.is_force_add())
+    is_argument = known.takes_arguments(dotted) and (given.is_add() or given.is_force_add())
     if not known.knows(dotted) and not is_argument:
         known.refuse(key)
     return setting

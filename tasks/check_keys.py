@@ -1,6 +1,7 @@
 """Keys of the settings: declared by conf/, read by a task. Every other key is refused, wherever it is given."""
 
 import inspect
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -125,19 +126,28 @@ class Declared:
         return any(one in OPEN or f"{one}._target_" in self.leaves for one in _parents(key))
 
     def nearest(self, key: str) -> str | None:
-        """Return the setting with the most similar name, None if none is similar."""
+        """Return the setting with the most similar name, elsewhere with the same one; None if none is similar."""
+        key = key.replace("/", ".")
+        parent, _, own = key.rpartition(".")
         names = [name for name in (*self.leaves, *self.nodes, *self.groups) if "._" not in name]
+        if parent in self.nodes:
+            near = {name for name in names if name.endswith(f".{own}") and name.count(".") <= key.count(".") + 1}
+            names = [name for name in names if name in near or name.replace("/", ".").rpartition(".")[0] == parent]
         least, _, found = min((_unlikeness(key, name), name.count("."), name) for name in names)
-        return found if least <= max(1.5, len(key) / 5) else None
+        return found if least < math.inf else None
 
-    def refuse(self, key: str) -> NoReturn:
-        """Raise a UserError for a key that is no setting, naming the nearest one."""
-        near = self.nearest(key)
+    def refuse(self, key: str, added: bool = False) -> NoReturn:
+        """Raise a UserError for a key that is no setting, naming the nearest one; it may have been `added` by a +."""
+        near, parent = self.nearest(key), key.replace("/", ".").rpartition(".")[0]
         hints = [f"Did you mean {near}?"] if near is not None else []
         for other in TASKS.keys() - {self.script}:
             if declared(other).knows(key) and (near is None or _unlikeness(key, near) > 1):
                 hints = [f"It is a setting of {other}.py."]
-        if self.takes_arguments(key) and (near is None or _unlikeness(key, near) > 1):
+        names = {name.rpartition(".")[2] for name in (*self.leaves, *self.nodes) if name.rpartition(".")[0] == parent}
+        own = sorted((name for name in names if name[0] != "_"), key=lambda name: (OSA.distance(key, name), name))
+        if parent in self.nodes and own and near is None:
+            hints.append(f"{parent} has {listing(own, 12)}.")
+        if not added and self.takes_arguments(key) and (near is None or _unlikeness(key, near) > 1):
             hints.append(f"An argument that conf/ leaves out needs a +: +{key}=VALUE.")
         listed = f"`{program(self.script)} --help` names those that people change most, --cfg job all of them."
         raise UserError(f"{key}: there is no such setting. {' '.join(hints) or listed}")
@@ -174,19 +184,28 @@ def check_keys(cfg: DictConfig, script: str) -> None:
         arguments = {} if target is None else _arguments(target)
         if name in arguments or (target is not None and name.startswith("_")):
             continue
-        near = known.nearest(key)
-        if target is None or (near is not None and OSA.distance(key, near) <= 2):
-            known.refuse(key)
-        if not any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
-            raise UserError(f"{key}: {target} has no argument {name}.")
+        near, takes_any = known.nearest(key), any(one.kind is one.VAR_KEYWORD for one in arguments.values())
+        if target is None or (near is not None and (near.startswith(f"{holder}.") or OSA.distance(key, near) <= 2)):
+            known.refuse(key, added=True)
+        if not takes_any:
+            like = closest(name, arguments, 2)
+            hint = f" Did you mean {holder}.{like}?" if like is not None else ""
+            raise UserError(f"{key}: {target} has no argument {name}.{hint}")
 
 
 def _arguments(target: str) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of a class or function; if it has no signature, any argument."""
+    """Return the arguments of a class or function, with those that it passes on to bases; else any argument."""
     from hydra.utils import get_object
 
     try:
-        return inspect.signature(get_object(target)).parameters
+        called = get_object(target)
+        found = dict(inspect.signature(called).parameters)
+        for base in called.__mro__[1:] if inspect.isclass(called) else ():
+            passed_on = [name for name, one in found.items() if one.kind is one.VAR_KEYWORD]
+            if passed_on and "__init__" in vars(base):
+                del found[passed_on[0]]
+                found |= inspect.signature(vars(base)["__init__"]).parameters
+        return found
     except (ImportError, TypeError, ValueError):  # it cannot be imported, which `instantiate` reports; written in C
         return inspect.signature(lambda **_: None).parameters
 
@@ -228,7 +247,19 @@ def _parents(key: str) -> list[str]:
 
 
 def _unlikeness(key: str, name: str) -> float:
-    """Return the number of different letters, or that in the last parts and a little more."""
+    """Return the number of different letters, or that in the last parts and a little more; infinite for other names.
+
+    Words count if one name has all of the other, such as num_inference_steps for steps.
+    """
     key, name = key.replace("/", "."), name.replace("/", ".")
-    before, _, own = key.rpartition(".")
-    return min(OSA.distance(key, name), OSA.distance(own, name.rpartition(".")[2]) + (1.1 if before else 0.5))
+    (before, _, own), (place, _, its) = key.rpartition("."), name.rpartition(".")
+    more = 0 if before == place else 1.1 if before else 0.5
+    words, theirs = ({word.removesuffix("s") for word in one.split("_")} for one in (own, its))
+    alike = words <= theirs or (theirs < words and len(theirs) > 1)
+    others = {*own.split("_")} ^ {*its.split("_")}
+    found = [
+        (OSA.distance(key, name), max(1.5, len(key if more else own) / 5)),
+        (OSA.distance(own, its) + more, max(1.5, len(own) / 5 + more)),
+        (2 + len(others) / 10 + more, math.inf if alike else 0),
+    ]
+    return min((letters for letters, most in found if letters <= most), default=math.inf)

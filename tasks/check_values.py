@@ -1,10 +1,14 @@
 """Kinds and ranges of all numbers and switches among the settings, and contradictions, checked before a task."""
 
 import math
+import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -151,6 +155,8 @@ _SETTINGS: dict[Number, str] = {
 TRAINING = {key: rule for rule, keys in _SETTINGS.items() for key in keys.split()}
 PREDICTION = TRAINING | dict.fromkeys(("seed", "model.seed", "data.seed"), replace(SEED, also=(list,)))
 RULES = {"train": TRAINING, "predict": PREDICTION}
+# Lightning's names of the one trainer.precision for each model.dtype.
+PRECISIONS = {"float32": ("32-true", "32", 32, None), "bfloat16": ("bf16-mixed", "bf16")}
 # Mappings whose keys are part of the value: patterns or roles.
 OPEN_MAPPINGS = ("data.columns", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.lr_pattern", "lora_scale")
 # Settings of conf/data/pairs.yaml that do not change the encodings in data.shards, or have a check of their own.
@@ -175,6 +181,12 @@ def check_run(cfg: DictConfig) -> None:
         length = f"{epochs} x samples / (data.batch_size x trainer.accumulate_grad_batches x processes)"
         raise UserError(
             f"trainer.max_epochs={epochs}: the length of a run is counted in steps. Pass trainer.max_steps, {length}"
+        )
+    fitting = PRECISIONS.get(str(cfg.model.dtype), ())  # without it: of an unknown dtype, which the model names
+    if fitting and (precision := cfg.trainer.precision) not in fitting:
+        raise UserError(
+            f"trainer.precision={precision} is not compatible with model.dtype={cfg.model.dtype}: use {fitting[0]}, "
+            "which keeps trainable weights in float32"
         )
     if cfg.early_stopping and cfg.callbacks.get("validation") is None:
         raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
@@ -208,6 +220,11 @@ def check_ranges(cfg: DictConfig, script: str) -> None:
         value = OmegaConf.select(cfg, key, default=...)
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         if value is not ... and not rule.allows(value):
+            text = re.sub("['\"]", "", str(value))
+            with suppress(HydraException):
+                meant = OverridesParser.create().parse_override(f"{key}={text}").value()
+                if repr(meant) != repr(value) and rule.allows(meant):
+                    raise UserError(f"{key}={value!r}: this is text. Write it without quotes: {key}={text}.")
             raise UserError(f"{key}={value}: must be {rule}")
     for key in ("pretrained_model_name_or_path", "transformer_name_or_path", "vae_name_or_path", "comfyui"):
         if not isinstance(name := OmegaConf.select(cfg, f"model.{key}"), str | None):

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import torch
@@ -16,7 +18,10 @@ from rich.filesize import decimal
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from callbacks import find_callback
 from callbacks.progress import learning, panel
+from callbacks.sample_images import SampleImages
+from callbacks.validation import Validation
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError, count_of
 from datamodules.images.resizing import Size, bucket_notes
@@ -38,7 +43,10 @@ from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.pretrained.repository import meta_component
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.quantization import FORMATS, Quantization
+from runs.run_folder import RunFolder
+from tasks.fit import check_samples, run_settings
 from tasks.models import without_network
+from tasks.resuming import find_start
 from tasks.terminal import log, silence_libraries
 
 
@@ -64,23 +72,34 @@ class Footprint:
     process: int  # this process's memory now
 
 
-def dry_run(cfg: DictConfig, _: Path) -> None:
-    """Print the memory, disk and time of the run of train.py's config, without reading weights."""
+def dry_run(cfg: DictConfig, output_dir: Path) -> None:
+    """Print the memory, disk and time of the run of train.py's config, without reading weights.
+
+    Raises:
+        UserError: the run would be refused.
+    """
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         raise UserError("task=dry_run plans one run: leave -m and the lists out")
     silence_libraries()
+    find_start(cfg, RunFolder(output_dir), run_settings(cfg))
     data = instantiate(cfg.data, _convert_="all")
     caches = isinstance(data, CachedDataModule)
     if isinstance(data, CachedDataModule) and data.shards is not None:
         raise UserError("task=dry_run plans for images: set data.root, not data.shards")
     data.sample_set.scan()  # its errors come before requests to the hub
     module = without_network(cfg.model)
-    module.check()
-    data.configure_for(module)
+    callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
+    check_samples(module, data)
     log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
     data.scan()
     assert module.objective is not None
     module.objective.check_sizes(data.drawn_sizes)
+    module.execution.check_data(data)
+    run: Any = SimpleNamespace(datamodule=data, callbacks=callbacks)
+    if (validation := find_callback(run, Validation)) is not None:
+        validation.setup(run, module, "fit")
+    if (sampler := find_callback(run, SampleImages)) is not None and sampler.edits is not None:
+        sampler.edits.configure_for(module)
     log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
     plan = measure(module, data)
     limits, epoch = plan.batch.limits, sum(data.repeats)

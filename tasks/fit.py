@@ -22,6 +22,7 @@ from callbacks.trackio_logger import alert
 from callbacks.validation import Validation
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError
+from datamodules.pairs import PairsDataModule
 from report.commands import predict_command
 from report.images import last_strips
 from report.quoting import without_secrets
@@ -75,12 +76,7 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     silence_libraries()
     if isinstance(data, CachedDataModule) and data.shards is None:
-        data.sample_set.require_root()
-        module.check()
-        data.configure_for(module)
-        samples = data.sample_set.find().samples
-        learned = [one for one in samples if not data.sample_set.is_held_out(one)]
-        module.objective.check_samples(learned)
+        check_samples(module, data)
         build_cache(cfg, data)
     first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
     last = [RankMasks(), RaiseCheckpointing(), SaveConfig(run, settings, resolved), GracefulStop(run)]
@@ -100,6 +96,15 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
         stopped.add_note(f"resume from the last checkpoint {how}" if saved else "nothing to save")
         raise
     return trainer
+
+
+def check_samples(module: Any, data: PairsDataModule) -> None:
+    """Raise a UserError for a model or for samples that it cannot learn from, before anything is encoded."""
+    data.sample_set.require_root()
+    module.check()
+    data.configure_for(module)
+    samples = data.sample_set.find().samples
+    module.objective.check_samples([one for one in samples if not data.sample_set.is_held_out(one)])
 
 
 def run_settings(cfg: DictConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import io
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import sys
@@ -239,4 +240,6 @@ def line_for_users(error: BaseException) -> str | None:
         return f"{error.strerror}: {error.filename or 'while writing'}"
     if isinstance(error, MisconfigurationException):
         return line
+    if isinstance(error, TypeError) and (named := re.search(r"unexpected keyword argument '(\w+)'$", line)) and where:
+        return f"{where}.{named[1]}: there is no such setting. Leave it out."
     return f"{where}: {line}" if where else None

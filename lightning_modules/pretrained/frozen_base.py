@@ -116,15 +116,6 @@ class FrozenBase:
                 f"{self.name} names {made_for}, which no model of Retouch has: it is used as a {family.pipeline_name}"
             )
 
-    def check_precision(self, precision: str) -> None:
-        """Raise a UserError for a trainer's precision that is not compatible with the dtype."""
-        needed = "32-true" if self.dtype == torch.float32 else "bf16-mixed"
-        if precision != needed:
-            raise UserError(
-                f"trainer.precision={precision} does not go with model.dtype={str(self.dtype)[6:]}: use {needed}, "
-                "which keeps what trains in float32"
-            )
-
     def check_files(self) -> None:
         """Raise a UserError for damaged files of a local repository; the hub's are checked when they are loaded."""
         index = self.index

@@ -87,7 +87,20 @@ def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(comp
         ("predict", "+xyz=a.png", "xyz: there is no such setting. `python predict.py --help` names"),
         ("predict", "optimizer.lr=1", "optimizer.lr: there is no such setting. It is a setting of train.py."),
         ("train", "lora=x", "lora: there is no such setting. It is a setting of predict.py."),
-        ("train", "model=flux_kontext tlora", "tlora: it is not KEY=VALUE. Write GROUP=NAME or KEY=VALUE."),
+        ("train", "model=flux_kontext tlora", "tlora: it is not KEY=VALUE. Write adapter=tlora."),
+        ("train", "model=flux_kontext nothing", "nothing: it is not KEY=VALUE. Write GROUP=NAME or KEY=VALUE."),
+        ("train", "dry_run", "dry_run: it is not KEY=VALUE. Write task=dry_run."),
+        ("train", f"'{ROOT}/assets'", f"assets: it is not KEY=VALUE. Write data.root={ROOT}/assets."),
+        ("predict", f"'{ROOT}/assets'", f"Write image={ROOT}/assets."),
+        ("predict", "steps=5", "Did you mean num_inference_steps?"),
+        ("predict", "model.sampling.steps=5", "Did you mean model.sampling.num_inference_steps?"),
+        ("train", "steps=5", "Did you mean trainer.max_steps?"),
+        ("train", "max_train_steps=5", "Did you mean trainer.max_steps?"),
+        ("train", "callbacks.sample_images.num_image=1", "callbacks.sample_images has sample_every, max_area, "),
+        ("train", "adapter.dim=1", "adapter.dim: there is no such setting. adapter has "),
+        ("train", "optimizer.rank=1", "Did you mean adapter.rank?"),
+        ("train", "~adapter.rnk", "Did you mean adapter.rank?"),
+        ("train", "~callbacks.sample_imags", "Did you mean callbacks.sample_images?"),
         ("train", "model/quantisation=fp8", "Did you mean model/quantization?"),
         ("train", "adapter=null", "adapter=null: a choice is needed. Choose dora, full, loha"),
         ("train", "optimizer.amsgrad=true", "needs a +: +optimizer.amsgrad=VALUE."),
@@ -143,7 +156,16 @@ def test_arguments_of_a_class_that_conf_leaves_out_are_accepted(composed, values
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"trainer.max_tme": 1}, "trainer.max_tme: lightning.pytorch.Trainer has no argument max_tme."),
+        ({"trainer.max_tme": 1}, "Trainer has no argument max_tme. Did you mean trainer.max_time?"),
+        (
+            {"adapter.rank_patern": 1},
+            "adapter.rank_patern: there is no such setting. Did you mean adapter.rank_pattern?",
+        ),
+        ({"adapter.rank_patern.x": 1}, "there is no such setting. Did you mean adapter.rank_pattern?"),
+        ({"adapter.foo": 1}, "adapter.foo: lightning_modules.adapters.lora.LoRA has no argument foo."),
+        ({"model.foo": 1}, "model.foo: lightning_modules.families.flux.module.FluxKontext has no argument foo."),
+        ({"callbacks.sample_imags.count": 1}, "Did you mean callbacks.sample_images.count?"),
+        ({"callbacks.foo": 1}, "callbacks.foo: there is no such setting. callbacks has "),
         ({"optimizer.bets": [1, 2]}, "optimizer.bets: there is no such setting. Did you mean optimizer.betas?"),
         ({"callbacks.mine": {"_target_": "callbacks.lifecycle.Overfit", "every": 1}}, "Overfit has no argument every."),
         ({"callbacks.mine": {"every": 1}}, "callbacks.mine.every: there is no such setting."),
@@ -171,6 +193,12 @@ def test_other_arguments_of_a_class_are_refused(composed, values, words):
 def test_a_setting_that_the_task_does_not_read_is_refused(task, override, words):
     with pytest.raises(UserError, match=words):
         check_read(task, [override])
+
+
+def test_advice_on_a_misspelt_key_stays_in_its_branch():
+    with pytest.raises(UserError) as raised:
+        declared("train").refuse("callbacks.sample_images.num_image")
+    assert "data." not in str(raised.value)
 
 
 def test_settings_that_a_task_reads_are_accepted():

@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from datamodules.errors import UserError
-from tasks.check_values import RULES, Switch, check_ranges
+from tasks.check_values import RULES, Switch, check_ranges, check_run
 from tests.support.commands import compose, run_code
 
 
@@ -58,6 +58,38 @@ def test_a_value_out_of_its_range_is_named(composed, script, key, values, rule):
         assert str(raised.value).startswith(f"{key}=")
         assert str(raised.value).endswith(rule)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("adapter.rank", "16", "adapter.rank=16"),
+        ("optimizer.lr", "1e-4", "optimizer.lr=1e-4"),
+        ("adapter.alpha", "null", "adapter.alpha=null"),
+        ("model.compile", "true", "model.compile=true"),
+        ("optimizer.betas", ["0.9", 0.99], "optimizer.betas=[0.9, 0.99]"),
+        ("adapter.rank_pattern", {"a": "8"}, "adapter.rank_pattern={a: 8}"),
+    ],
+)
+def test_a_quoted_number_is_called_text(composed, key, value, fix):
+    cfg = deepcopy(composed["train"])
+    OmegaConf.update(cfg, key, value, merge=False)
+    with pytest.raises(UserError) as raised:
+        check_ranges(cfg, "train")
+    assert str(raised.value) == f"{key}={value!r}: this is text. Write it without quotes: {fix}."
+
+
+@pytest.mark.parametrize(
+    "overrides", [["trainer.precision=32"], ["model.dtype=bfloat16", "trainer.precision=bf16"], []]
+)
+def test_names_of_lightning_for_the_right_precision_are_accepted(overrides):
+    check_run(compose("train", *overrides))
+
+
+def test_precision_is_answered_as_typed_whatever_lightning_makes_of_it():
+    for precision in ("16-mixed", "bf16", "16", "64-true"):
+        with pytest.raises(UserError, match=f"trainer.precision={precision} is not compatible with .* use 32-true"):
+            check_run(compose("train", f"trainer.precision={precision}"))
 
 
 def test_a_short_run_on_fp4_reaches_its_learning_rate():

@@ -79,6 +79,13 @@ def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositorie
             "black-forest-labs/FLUX.1-dev is made for FluxPipeline: choose model=flux_dev",
         ),
         (["-m", "adapter.rank=4,8"], "task=dry_run plans one run"),
+        (["trainer.precision=16-mixed"], "trainer.precision=16-mixed is not compatible with model.dtype=float32"),
+        (["objective=dpo"], "objective=dpo learns from pairs"),
+        (["monitor=foo"], "monitor=foo: no such figure is measured"),
+        (["monitor=psnr"], "monitor=psnr needs samples that are held out"),
+        (["sample_root=/nowhere"], "sample_root=/nowhere: no such file"),
+        (["ckpt_path=/nowhere.ckpt"], "there is no checkpoint /nowhere.ckpt"),
+        (["early_stopping=true", "callbacks.validation=null"], "callbacks.validation=null measures nothing"),
     ],
 )
 def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path, overrides, words):
