@@ -105,16 +105,22 @@ class SamplingRules(NamedTuple):
             )
 
     def without_effect(self, sampling: Sampling, takes_guidance: bool) -> Iterator[str]:
-        """Yield a note for each setting that changes nothing.
+        """Yield a note for each setting that changes nothing, or guides otherwise than it seems.
 
         Args:
             takes_guidance: whether the transformer follows guidance_scale.
         """
-        if sampling.negative_prompt and self.negative_prompt(sampling) is None:
+        guides = self.negative_prompt(sampling) is not None
+        if sampling.negative_prompt and not guides:
             yield f"negative_prompt has no effect without {self.cfg_scale} above {self.cfg_above:g}"
+        if guides and sampling.negative_prompt is None and self.cfg_scale == "true_cfg_scale":
+            scale = f"true_cfg_scale={sampling.true_cfg_scale:g} without negative_prompt"
+            yield f"{scale} guides away from the empty prompt; diffusers' pipeline would not guide"
         least = self.cfg_above if self.cfg_scale == "guidance_scale" else 0
         if not takes_guidance and (sampling.guidance_scale or 0) > least:
             yield f"guidance_scale={sampling.guidance_scale:g} has no effect: this transformer does not follow it"
+        elif sampling.guidance_scale is not None and sampling.guidance_scale < self.cfg_above and takes_guidance:
+            yield f"guidance_scale={sampling.guidance_scale:g}: this transformer guides above 1; use 1 for no guidance"
 
 
 class Layers(NamedTuple):

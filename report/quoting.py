@@ -5,10 +5,13 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 
 from datamodules.errors import printable, without_credentials
 
@@ -48,6 +51,9 @@ PATHS = {
     "model.sampling.transformer_name_or_path",
     "sample_root",
 }
+QUOTES = ("'", '"')
+# An item in a list of prompts.
+ITEM = r"""\s*("(?:[^"\\]|\\[\s\S])*"|'(?:[^'\\]|\\[\s\S])*'|[^\s,\[\]"'][^,\[\]]*)\s*"""
 # Settings whose values are masked.
 SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential|^notify$", re.IGNORECASE)
 
@@ -67,11 +73,26 @@ def flat_settings(settings: Mapping[Any, Any], start: str = "", levels: float = 
     return found
 
 
+def prompt_items(value: str) -> list[str]:
+    """Return the items of a list of prompts as they are written; none for one text, such as `[draft]`."""
+    items = re.findall(ITEM, value[1:-1]) if re.fullmatch(rf"\[{ITEM}(,{ITEM})*\]", value) else []
+    return items if len(items) > 1 or (items and items[0][0] in QUOTES) else []
+
+
 def is_parsed(key: str, value: str) -> bool:
-    """Return whether Hydra must parse a value: quoted text, a list, null, or paths that may be a sweep."""
-    quoted = len(value) > 1 and value[0] + value[-1] in ("''", '""', "[]")
-    several = key in PATHS and "," in value and not Path(value).exists()
-    return quoted or several or value in ("", "null")
+    """Return whether Hydra must parse a value: null, a list, a quoted path, or paths that may be a sweep.
+
+    Quotes around text are part of it, except around text that would be parsed without them.
+    """
+    ends = value[0] + value[-1] if len(value) > 1 else ""
+    if value in ("", "null", "[]") or (key == "prompt" and prompt_items(value)):
+        return True
+    if key in PATHS:
+        return ends in ("''", '""', "[]") or ("," in value and not Path(value).exists())
+    with suppress(HydraException):
+        parsed = OverridesParser.create().parse_override(f"x={value}")
+        return ends in ("''", '""') and is_parsed(key, str(parsed.value()))
+    return False
 
 
 def literal(value: str) -> str:
@@ -83,7 +104,7 @@ def literal(value: str) -> str:
 def override(key: str, value: Any) -> str:
     """Return KEY=VALUE for a shell, which `tasks.arguments.quote_values` and Hydra read back as this value."""
     if isinstance(value, list):
-        items = ",".join(literal(one) if key in PATHS else str(one) for one in value)
+        items = ",".join(literal(one) if key in PATHS | TEXTS else str(one) for one in value)
         return f"{key}={shlex.quote(f'[{items}]')}" if len(value) > 1 else override(key, value[0])
     text = str(value)
     if isinstance(value, str) and (is_parsed(key, text) or (key in PATHS and text.startswith("~"))):
@@ -123,6 +144,11 @@ def without_secrets(text: str) -> str:
 def one_line(text: str) -> str:
     """Return a text of the data as one line that others may read."""
     return without_secrets(printable(" ".join(text.split())))
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """Return the first letters of a long text for a line of the terminal."""
+    return text if len(text) <= most else f"{text[:most].rstrip()}..."
 
 
 def code(text: str) -> str:

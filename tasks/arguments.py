@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from datamodules.errors import UserError, listing
 from datamodules.shards import stores
-from report.quoting import PATHS, SECRET, TEXTS, is_parsed, literal, override, program
+from report.quoting import PATHS, QUOTES, SECRET, TEXTS, is_parsed, literal, override, program, prompt_items
 from runs.config_file import calls_another_function, is_own
 from runs.run_folder import RunFolder
 from tasks.check_keys import TASKS, Declared, closest, declared
@@ -150,7 +150,7 @@ def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
 def quote_values(arguments: list[str]) -> list[str]:
     """Quote prompts and paths, in which commas, brackets, quotes and non-ASCII letters have a meaning for Hydra.
 
-    `prompt=snow, please` becomes `prompt="snow, please"`; in a path ~ becomes the home folder. Quoted text, lists and
+    `prompt=snow, please` becomes `prompt="snow, please"`; in a path ~ becomes the home folder. Quoted paths, lists and
     null are left unchanged, and so are paths with a comma that do not exist: they may be a sweep.
     """
     quoted = []
@@ -163,6 +163,8 @@ def quote_values(arguments: list[str]) -> list[str]:
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders
                 value = os.path.abspath(value)
             argument = f"{key}={literal(value)}"
+        elif key == "prompt" and (items := prompt_items(value)):
+            argument = f"{key}=[{','.join(one if one[0] in QUOTES else literal(one.strip()) for one in items)}]"
         quoted.append(argument)
     return quoted
 

@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import random
 import re
+import shlex
 import subprocess
 import warnings
 
@@ -19,7 +21,7 @@ from callbacks import progress
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
 from report.images import LONGEST, file_names, in_a_row, save_png, to_image
-from report.quoting import override, portable_path
+from report.quoting import is_parsed, override, portable_path, shortened
 from report.tables import curves
 from runs.run_folder import best_effort
 from tasks.arguments import quote_values
@@ -51,6 +53,55 @@ def test_printed_settings_arrive_through_a_shell_as_they_are(key):
         [parsed] = OverridesParser.create().parse_overrides([argument])
         assert OmegaConf.create({"value": parsed.value()}).value == value
         assert parsed.is_sweep_override() is False
+
+
+def test_random_texts_arrive_from_a_printed_command_and_as_typed():
+    """Typed means without Hydra's quoting: only null, lists of prompts and quotes around these have a meaning."""
+    chance, pieces = random.Random(0), [*"[]{}\"'\\,=$ :a", "${a}", "null", "雪", "it's", ", ", '"b"', "\n"]
+    for _ in range(1500):
+        text = "".join(chance.choices(pieces, k=chance.randint(1, 8)))
+        typed = [f"prompt={text}"] if not is_parsed("prompt", text) else []
+        texts = [chance.choice(NASTY), text, text]
+        printed = shlex.split(" ".join([override("prompt", text), override("prompt", texts)]))
+        negative = shlex.split(override("negative_prompt", text))
+        for argument, expected in zip(
+            quote_values([*typed, *negative, *printed]), [*([text] * len(typed)), text, text, texts], strict=True
+        ):
+            [parsed] = OverridesParser.create().parse_overrides([argument])
+            assert not parsed.is_sweep_override()
+            assert OmegaConf.to_container(OmegaConf.create({"x": parsed.value()}), resolve=True)["x"] == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "arrives"),
+    [
+        ("[a]", "[a]"),
+        ('"quoted"', '"quoted"'),
+        ("'quoted'", "'quoted'"),
+        ('"a" and "b"', '"a" and "b"'),
+        ("[draft] snow [4k]", "[draft] snow [4k]"),
+        ("[a], b, [c]", "[a], b, [c]"),
+        ("[a, b]", ["a", "b"]),
+        ('[say "hi", c=d {e} $f]', ['say "hi"', "c=d {e} $f"]),
+        ('["a, b"]', ["a, b"]),
+        ("[\"a\", 'b']", ["a", "b"]),
+        ("[1, null]", ["1", "null"]),
+        ('"[a, b]"', "[a, b]"),
+        ('"null"', "null"),
+        ("null", None),
+    ],
+)
+def test_a_prompt_arrives_as_typed_and_a_list_is_several(typed, arrives):
+    [parsed] = OverridesParser.create().parse_overrides(quote_values([f"prompt={typed}"]))
+    assert OmegaConf.create({"x": parsed.value()}).x == arrives
+    if isinstance(arrives, str) and typed == arrives:
+        [parsed] = OverridesParser.create().parse_overrides(quote_values([f"data.trigger_word={typed}"]))
+        assert parsed.value() == typed
+
+
+def test_a_long_prompt_is_shortened_on_the_terminal():
+    assert shortened("make it snow") == "make it snow"
+    assert shortened("snow " * 2000) == f"{('snow ' * 40).strip()}..."
 
 
 def test_words_for_captions_arrive_letter_for_letter_and_home_is_where_the_shell_says(monkeypatch):
