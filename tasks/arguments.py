@@ -253,6 +253,10 @@ def hydras_errors(script: str) -> Iterator[None]:
         if in_job or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         raise UserError(explained(error, declared(script))) from error
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        raise UserError(f"hydra/launcher: {_first_line(error)}") from error
 
 
 def explained(error: Exception, known: Declared) -> str:

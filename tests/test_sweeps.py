@@ -49,6 +49,25 @@ def test_sweep_leaves_a_table_and_a_page_with_the_best_first_and_goes_on_after_a
     assert lines == [(measured[0], rates[int(best)], str(folder / best), str(folder / "report.html"))]
 
 
+@pytest.mark.parametrize(
+    ("programs", "words"),
+    [
+        ([], "hydra/launcher=slurm: this machine has no sbatch. Start it on Slurm's login node."),
+        (["srun", "sbatch"], "hydra/launcher: sbatch: error: invalid partition"),
+    ],
+)
+def test_slurm_that_is_absent_or_refuses_is_one_line(run, tiny, pairs, tmp_path, monkeypatch, programs, words):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    for program in programs:
+        (tmp_path / program).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    arguments = [*short(tiny, pairs, tmp_path / "sweep", 2), "hydra/launcher=slurm", "optimizer.lr=1e-4,1e-3"]
+    outcome = run("train", "-m", *arguments, ok=False)
+    assert outcome.error == f"error: {words}"
+    assert ("jobs are queued" in outcome.text) == bool(programs)
+
+
 @pytest.mark.slow
 def test_jobs_of_a_sweep_do_not_upload_to_one_repository(run, tiny, pairs, tmp_path):
     arguments = short(tiny, pairs, tmp_path / "sweep", 2)
