@@ -57,6 +57,29 @@ def test_the_best_weights_are_named(tmp_path):
     assert len(validation.best_lines("lora")) == 1, "two measurements show no trend"
 
 
+@pytest.mark.parametrize(
+    ("psnrs", "advised"),
+    [
+        ((25.1, 25.18, 25.12, 25.20), False),
+        ((18.0, 25.18, 25.12, 25.20), False),
+        ((12.0, 25.10, 25.11, 25.12), False),
+        ((12.0, 20.0, 22.0, 24.0), True),
+        ((12.0, 20.0, 19.9, 21.0), True),
+        ((math.nan, 20.0, 21.0, 22.0), True),
+    ],
+)
+def test_longer_training_is_advised_beyond_the_noise_of_the_figure_only(tmp_path, psnrs, advised):
+    metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0)}
+    validation = Validation(str(tmp_path), metrics, "psnr", "psnr", early_stopping=False, patience=3)
+    validation.rows = [{"step": 100 * n, "psnr": psnr} for n, psnr in enumerate(psnrs)]
+    assert [line for line in validation.best_lines("lora") if "psnr still improves" in line] == [
+        "psnr still improves at step 300: train longer, trainer.max_steps=600"
+    ] * advised
+    validation.directions["psnr"] = False
+    validation.rows = [{"step": row["step"], "psnr": -row["psnr"]} for row in validation.rows]
+    assert any("still improves" in line for line in validation.best_lines("lora")) == advised
+
+
 def test_early_stopping_counts_measurements_that_have_a_value(tmp_path):
     metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0)}
     validation = Validation(str(tmp_path), metrics, None, "psnr", early_stopping=True, patience=2)
