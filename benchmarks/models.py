@@ -25,12 +25,15 @@ from lightning_modules.adapters.targets import resolve_targets
 from lightning_modules.family import Family
 from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.pretrained.repository import meta_component
 from tasks.models import without_network
 from tasks.resolvers import CONF
 
 ROOT = Path(__file__).parent.parent
 MEMORY = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
+# GB that CUDA itself takes, which task=dry_run names apart.
+CUDA = 1
 PROGRAMS = ("ComfyUI", "diffusers")
 PRECISIONS = {"bf16": "null", "fp8": "fp8", "fp4 or nf4": "nf4"}
 KREA_LICENCE = "[Krea 2 Community](https://www.krea.ai/krea-2-licensing), gated: below a million dollars of revenue"
@@ -85,8 +88,10 @@ Memory is estimated by `task=dry_run` for one pair of a megapixel at batch size 
 GB for CUDA, with the transformer in bf16, fp8 (`model/quantization=fp8`) or 4 bits (`fp4` or `nf4`). Encoders run
 before training and are then released. These figures were not measured on a GPU.
 
-| `model=` | base | licence | learns from | memory {precisions}; encoding | distilled |
-|---|---|---|---|---|---|
+The download is that of all weights in bf16, in GB. They are kept in `~/.cache/huggingface`, or where `HF_HOME` says.
+
+| `model=` | base | licence | learns from | memory {precisions}; encoding | download | distilled |
+|---|---|---|---|---|---|---|
 """
 MIDDLE = """
 ## Other checkpoints
@@ -198,14 +203,21 @@ def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
         env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1", "PATH": ""},
     )
     rows = dict(re.findall(r"(GPU, \w+) +(.*?) *│", done.stderr))
-    amounts = {name: float(re.findall(r"([\d.]+) GB", rest)[-1]) for name, rest in rows.items()}
-    # CUDA itself needs about one more.
-    training = max(amounts["GPU, training"], amounts["GPU, sampling"]) + 1
-    return {"training": round(training, 1), "encoding": amounts["GPU, encoding"]}
+    amounts = {name: float(re.findall(r"([\d.]+) GB", rest)[-1]) + CUDA for name, rest in rows.items()}
+    training = max(amounts["GPU, training"], amounts["GPU, sampling"])
+    return {"training": round(training, 1), "encoding": round(amounts["GPU, encoding"], 1)}
+
+
+def download(model: str) -> float:
+    """Return the size of all weights of a model in bf16, in GB."""
+    base: FrozenBase = without_network(compose(model).model).base
+    encoders = [meta_component(base.components.repository, name, base.revision) for name in base.encoder_names]
+    parts = [base.source.meta, *(part for part in encoders if part is not None)]
+    return round(2 * sum(tensor.numel() for part in parts for tensor in part.parameters()) / 1e9, 1)
 
 
 def measure() -> dict[str, Any]:
-    """Return the memory of every model, by precision."""
+    """Return the memory of every model, by precision, and its download."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for model in MODELS:
@@ -216,6 +228,7 @@ def measure() -> dict[str, Any]:
                 Image.new("RGB", (1024, 1024)).save(data / name / "a.png")
             (data / ("training_images" if edits else "") / "a.txt").write_text("make it snow")
             found[model] = {precision: dry_run(model, precision, data) for precision in PRECISIONS}
+            found[model]["download"] = download(model)
             print(model, found[model], file=sys.stderr)
     return found
 
@@ -249,7 +262,8 @@ def page(memory: dict[str, Any]) -> str:
         )
         link = f"[{repository}](https://huggingface.co/{repository})"
         licence = facts.licence.format(repository)
-        bases += f"| `{name}` | {link} | {licence} | {learns} | {gigabytes} | {facts.distilled} |\n"
+        size = f"{memory[name]['download']:.0f}"
+        bases += f"| `{name}` | {link} | {licence} | {learns} | {gigabytes} | {size} | {facts.distilled} |\n"
         adapter, trainer = cfg.adapter, cfg.trainer
         samples = trainer.accumulate_grad_batches * cfg.data.batch_size
         shift = cfg.model.timesteps.shift

@@ -28,7 +28,9 @@ from lightning_modules.execution.blocks import (
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights, streamed_blocks
 from lightning_modules.family import Family
+from lightning_modules.pretrained.checks import note_once
 from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.pretrained.repository import EMBEDDED
 from lightning_modules.settings import ModelSettings
 
 
@@ -85,9 +87,11 @@ class Execution:
             self.base.note_distilled()
 
     def check_data(self, data: PairsDataModule) -> None:
-        """Raise a UserError for data that the adapter cannot train on."""
+        """Raise a UserError for data that the adapter cannot train on; note a base that does not know such images."""
         if self.trained_adapter is not None and self.trained_adapter.trains_text_encoders and not data.captions():
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
+        if self.base.name == EMBEDDED and data.roots not in ([], ["drawn shapes"]):
+            note_once("model=embedded knows drawings only, to see that your data works. Choose another for photographs")
 
     def load_to_train(self, mesh: Any, data: PairsDataModule | None) -> Any:
         """Load the transformer with its adapter, ready to train.

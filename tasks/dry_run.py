@@ -1,7 +1,7 @@
 """task=dry_run: print the plan of a run: memory, disk and time, estimated without weights by a step on fake tensors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,8 @@ from lightning_modules.estimation.memory import (
 )
 from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.execution.offload import streamed_blocks
-from lightning_modules.pretrained.repository import meta_component
+from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.pretrained.repository import component_origin, meta_component, stored_bytes
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.quantization import FORMATS, Quantization
 from runs.run_folder import RunFolder
@@ -119,6 +120,7 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
         "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
         **_memory(plan, module, caches, samples, other),
     }
+    shown["disk"] += base_on_disk(module.base, plan.encoders)
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 
@@ -169,6 +171,19 @@ def _memory(plan: Footprint, module: EditModule, caches: bool, samples: bool, ot
         "disk": f"cache {decimal(plan.cache)}" if caches else "no cache",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{more}{_against_this_machine(peak)}",
     }
+
+
+def base_on_disk(base: FrozenBase, encoders: Iterable[str]) -> str:
+    """Write the size of the base's files, and how much of it is to be downloaded; nothing if that is unknown."""
+    own, single = base.components.repository, base.components.files
+    origins = [component_origin(own, name, base.revision) for name in encoders if name not in single]
+    places = [(base.name if place == own else place, revision, folder) for place, revision, folder in origins]
+    if base.source.file is None:
+        places.append((base.transformer_name, base.revision, base.source.config()["_subfolder"] or ""))
+    known = [sizes for place in places if (sizes := stored_bytes(*place)) is not None]
+    total, missing = (sum(sizes) for sizes in zip(*known, strict=True)) if len(known) == len(places) else (0, 0)
+    more = f", of which {decimal(missing)} is to be downloaded" if missing else ""
+    return f"; base {decimal(total)}{more}" if total else ""
 
 
 def _time(flops: float, steps: int, samples: float) -> str:

@@ -1,13 +1,28 @@
 """docs/models.md is what its command writes."""
 
 import json
+import re
 
-from benchmarks.models import MEMORY, MODELS, PAGE, page
+from benchmarks.models import MEMORY, MODELS, PAGE, PRECISIONS, download, page
 from tasks.resolvers import CONF
 
 
 def test_the_page_is_what_the_command_writes():
     assert page(json.loads(MEMORY.read_text())) == PAGE.read_text()
+
+
+def test_the_readme_has_the_same_memory_and_the_gigabyte_of_cuda_is_in_all_of_it():
+    memory, readme = json.loads(MEMORY.read_text()), (PAGE.parent.parent / "README.md").read_text()
+    for name, rows in memory.items():
+        training = ", ".join(f"{rows[precision]['training']:.0f}" for precision in PRECISIONS)
+        [row] = re.findall(rf"^\| `{name}` \|.*\| (.*) \|$", readme, re.MULTILINE)
+        assert row == f"{training}; {rows['bf16']['encoding']:.0f}"
+    assert memory["flux_kontext"]["bf16"]["encoding"] == 10.8, "T5 and CLIP are 9.8 GB"
+
+
+def test_the_download_is_that_of_all_weights():
+    assert download("flux_kontext") == json.loads(MEMORY.read_text())["flux_kontext"]["download"]
+    assert 33 < download("flux_kontext") < 35
 
 
 def test_every_model_has_a_row():

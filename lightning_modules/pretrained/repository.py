@@ -186,6 +186,19 @@ def encoders_identity(
     return files
 
 
+def stored_bytes(repository: str, revision: str | None, subfolder: str) -> tuple[int, int] | None:
+    """Return the bytes of a component's weights, and of those to be downloaded; None if the hub does not answer."""
+    if (folder := Path(resolve_repository(repository))).is_dir():
+        return sum(file.stat().st_size for file in (folder / subfolder).glob("*.safetensors")), 0
+    from huggingface_hub import snapshot_download
+
+    pattern = f"{subfolder}/*.safetensors".lstrip("/")
+    with suppress(OSError, ValueError):
+        files = snapshot_download(repository, revision=revision, allow_patterns=pattern, dry_run=True)
+        return sum(one.file_size or 0 for one in files), sum(one.file_size or 0 for one in files if one.will_download)
+    return None
+
+
 def meta_component(repository: str, name: str, revision: str | None = None, parameters_only: bool = False) -> Any:
     """Return a component's model on the meta device, or its parameters only; None for a component without weights."""
     from accelerate import init_empty_weights

@@ -12,7 +12,8 @@ from lightning_modules import flow
 from lightning_modules.estimation.memory import PeakMemory, bytes_per_parameter
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.pretrained import repository
-from tasks.dry_run import measure
+from tasks import dry_run as dry_run_module
+from tasks.dry_run import base_on_disk, measure
 from tasks.models import without_network
 from tests.support.commands import ROOT, compose, short
 from tests.support.pictures import make_pairs
@@ -91,6 +92,32 @@ def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositorie
 def test_mistakes_are_named_as_they_were_written(run, pairs, tmp_path, overrides, words):
     plan = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}"]
     assert words in run("train", *overrides, *plan, ok=False).text
+
+
+def test_plan_says_how_large_the_base_is_and_what_is_downloaded_of_it(monkeypatch):
+    module = without_network(compose("train", "model=flux_kontext").model)
+    encoders = ("text_encoder", "text_encoder_2", "vae")
+    assert base_on_disk(module.base, encoders) == "", "nothing is said about a hub that does not answer"
+    bytes_of = {"transformer": (24e9, 24e9), "text_encoder_2": (9e9, 0), "text_encoder": (1e9, 0)}
+    asked = []
+    monkeypatch.setattr(
+        dry_run_module, "stored_bytes", lambda *place: asked.append(place) or bytes_of.get(place[2], (0, 0))
+    )
+    assert base_on_disk(module.base, encoders) == "; base 34.0 GB, of which 24.0 GB is to be downloaded"
+    assert {place[0] for place in asked} == {"black-forest-labs/FLUX.1-Kontext-dev"}
+    assert {place[2] for place in asked} == {*encoders, "transformer"}
+    embedded = without_network(compose("train").model)
+    monkeypatch.undo()
+    assert re.fullmatch(r"; base [\d.]+ MB", base_on_disk(embedded.base, encoders))
+
+
+def test_own_images_with_the_embedded_model_get_one_note(caplog, pairs):
+    note = "model=embedded knows drawings only, to see that your data works"
+    for more, expected in (([], 0), ([f"data.root={pairs}"], 1), (["data.root=null", "data.shards=x"], 0)):
+        cfg = compose("train", *more)
+        caplog.clear()
+        without_network(cfg.model).execution.check_data(instantiate(cfg.data))
+        assert sum(note in message for message in caplog.messages) == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("adamw", 8), ("adamw_8bit", 2), ("prodigy", 16), ("adafactor", 0.03)])

@@ -19,6 +19,7 @@ from lightning_modules.pretrained.repository import (
     read_index,
     resolve_device,
     shipped_configuration,
+    stored_bytes,
 )
 from tests.support.commands import ROOT, run_code
 from tests.support.quantized import load
@@ -138,6 +139,26 @@ def test_downloaded_repository_without_optional_files_needs_no_network(tiny, pai
     arguments = ["model=flux_kontext", *model, f"data.root={pairs}", "task=dry_run"]
     result = run_code(code, *arguments, cwd=tmp_path, HF_HUB_OFFLINE="1", **environment)
     assert words in result.stdout + result.stderr
+
+
+BYTES = """
+from huggingface_hub import snapshot_download
+from lightning_modules.pretrained.repository import stored_bytes
+before = stored_bytes("owner/name", None, "transformer")
+snapshot_download("owner/name")
+print(before, stored_bytes("owner/name", None, "transformer"), stored_bytes("owner/name", None, "vae"))
+"""
+
+
+def test_bytes_of_a_component_are_those_of_its_files_and_the_hub_says_what_is_missing(tiny, tmp_path):
+    files = [(tiny / name).glob("*.safetensors") for name in ("transformer", "vae")]
+    transformer, vae = (sum(file.stat().st_size for file in own) for own in files)
+    assert stored_bytes(str(tiny), None, "transformer") == (transformer, 0)
+    assert stored_bytes("owner/name", None, "transformer") is None, "offline"
+    with hub(tiny) as address:
+        environment = {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        result = run_code(BYTES, HF_ENDPOINT=address, **environment)
+    assert result.stdout == f"{(transformer, transformer)} {(transformer, 0)} {(vae, 0)}\n"
 
 
 @pytest.mark.parametrize("name", ["cuda:93", "tpu9000"])
