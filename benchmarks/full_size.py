@@ -25,6 +25,8 @@ import torch
 from hydra.utils import instantiate
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
+
 from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable

@@ -24,6 +24,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
+
 from benchmarks.made_up_weights import write_encoder, write_gguf_file, write_scaled_file, write_transformer
 from benchmarks.memory import compose, write_shallow
 from lightning_modules.pretrained.repository import meta_component

@@ -10,6 +10,7 @@ process had before (pages of files are not counted).
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import Any
 import psutil
 import torch
 from hydra.utils import instantiate
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
 
 from benchmarks.made_up_weights import write_transformer
 from benchmarks.memory import compose

@@ -28,7 +28,7 @@ from lightning_modules.estimation.flops import empty_latents
 from lightning_modules.estimation.memory import FakeStep
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.pretrained.checks import read_json
-from lightning_modules.pretrained.repository import CONFIGURATIONS
+from lightning_modules.pretrained.repository import shipped_configuration
 
 ROOT = Path(__file__).parent.parent
 # What configurations call the number of blocks of a kind.
@@ -56,10 +56,13 @@ def write_shallow(
     Args:
         changes: of the transformer's other settings.
     """
-    family: Any = hydra.utils.get_class(compose(model, "x", "float32").model._target_)
-    known = sorted(CONFIGURATIONS.glob("*/*model_index.json"))
-    index = next(path for path in known if read_json(path)["_class_name"] == family.pipeline_name)
-    shutil.copytree(index.parent, folder, dirs_exist_ok=True)
+    import train  # noqa: F401 (its resolvers)
+
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        name = hydra.compose("train", overrides=[f"model={model}"]).model.pretrained_model_name_or_path
+    shipped = shipped_configuration(name)
+    assert shipped is not None, f"--model {model}: assets/configurations has no {name}"
+    shutil.copytree(shipped, folder, dirs_exist_ok=True)
     for path in Path(folder).glob("*/config.json"):
         new = {} if depth is None else dict.fromkeys(DEPTHS, depth)
         new |= changes if path.parent.name == "transformer" else {}

@@ -5,17 +5,22 @@
 A double and a single block with made-up weights and a LoRA without zeros. Prints Markdown tables, in percent.
 """
 
+import argparse
 import itertools
 import re
+import sys
 import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from statistics import fmean
 from unittest import mock
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
 
 from benchmarks import full_size
 from benchmarks.memory import random_batch, write_shallow
@@ -114,6 +119,7 @@ def row(label: str, found: list[Step], exact: list[Step]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     silence_libraries()
     header = " | ".join(["loss", "velocity by t", "gradient by t", "least cosine", *KINDS, "worst layer"])
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(full_size, "RandomWeights", MadeUpWeights):

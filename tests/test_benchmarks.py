@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,12 +19,67 @@ from benchmarks.fault_kinds import judging
 from benchmarks.fault_kinds.workshop import Reference
 from benchmarks.gpu.parts import PARTS
 from datamodules.shards.cache import Cache
+from lightning_modules.pretrained.repository import shipped_configuration
 from report.tables import read_metrics
-from tests.support.commands import ROOT, run_code
+from tests.support.commands import ROOT, compose, run_code
 from tests.support.latents import fill
 
 pytestmark = pytest.mark.slow
 GPU_CHECK = "import sys; from benchmarks import gpu_check; sys.argv[0] = 'gpu_check.py'; "
+
+
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# As `python` and `python -m` find modules: not next to the folder of a file, and in no PYTHONPATH.
+HELP = """
+import contextlib, io, os, runpy, shlex, sys, torch, diffusers, lightning.pytorch, hydra
+for line in sys.stdin.read().splitlines():
+    words = shlex.split(line)
+    if os.fork() == 0:
+        module = words[1] == "-m"
+        sys.argv = [*words[2 if module else 1:], "--help"]
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0]))
+        status = 1
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            try:
+                (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
+            except SystemExit as end:
+                status = end.code or 0
+            except BaseException as error:
+                print(f"{line}: {error!r}", file=sys.stderr)
+        os._exit(status or (0 if "usage: " in text.getvalue() else 3))
+    if (status := os.waitstatus_to_exitcode(os.wait()[1])):
+        print(f"{status}: {line}")
+"""
+
+
+def commands_of_pages():
+    """Return each command of a benchmark that a page names, without arguments that stand for others."""
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES]
+    named = {found for text in texts for found in re.findall(r"python (?:-m )?benchmarks[/.][^`#;\n]*", text)}
+    # Words in capitals stand for values: without them a command is only its script.
+    commands = (one.partition(" --")[0] if re.search(r" [A-Z]+\b", one) else one for one in named)
+    return sorted({" ".join(one.split()) for one in commands})
+
+
+def test_every_command_of_a_page_runs_as_written_after_the_installation():
+    commands = commands_of_pages()
+    assert {one.split()[1] for one in commands} >= {"benchmarks/full_size.py", "benchmarks/lora_files.py", "-m"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code, lines = [sys.executable, "-c", HELP], "\n".join(commands)
+    pipes = {"input": lines, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(code, cwd=ROOT, env=environment, check=True, **pipes)
+    assert done.stdout == "", done.stderr
+
+
+@pytest.mark.parametrize("model", ["flux2_klein_4b", "flux2_klein_9b", "qwen_image_edit_plus", "z_image", "krea2_edit"])
+def test_a_benchmark_measures_the_model_that_it_names(tmp_path, model):
+    from benchmarks.memory import write_shallow
+
+    write_shallow(model, None, str(tmp_path))
+    name = compose("predict", f"model={model}").model.pretrained_model_name_or_path
+    for part in ("transformer", "vae"):
+        own = (shipped_configuration(name) / part / "config.json").read_text()
+        assert json.loads((tmp_path / part / "config.json").read_text()) == json.loads(own)
 
 
 def read(output):
