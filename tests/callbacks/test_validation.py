@@ -118,7 +118,9 @@ def test_the_end_names_the_best_weights_and_a_command_that_works(gallery, pairs)
     first = rows(folder)[0]
     best = max(rows(folder)[1:], key=lambda row: row["psnr"])
     last = rows(folder)[-1]
-    words = f"psnr {best['psnr']:.4g} at step {best['step']:.0f}; LORA/last: psnr {last['psnr']:.4g}"
+    assert best["psnr"] < best["psnr_nothing"]
+    then = f"psnr {best['psnr']:.4g} at step {best['step']:.0f} (doing nothing: {best['psnr_nothing']:.4g})"
+    words = f"{then}; LORA/last: psnr {last['psnr']:.4g}"
     assert f"validation loss {first['val_loss']:.4g} -> {last['val_loss']:.4g}" in text
     assert f"(doing nothing {last['psnr_nothing']:.4g})" in text
     assert f"best: {folder}/lora/best, {words.replace('LORA', f'{folder}/lora')} at step 4\n" in text
@@ -127,6 +129,9 @@ def test_the_end_names_the_best_weights_and_a_command_that_works(gallery, pairs)
         card = (folder / "lora" / name / "README.md").read_text()
         assert f"Best: lora/best, {words.replace('LORA', 'lora')} at step 4." in card
         assert "PHOTO.png" in card
+    failure = f"psnr {best['psnr']:.4g} is worse than doing nothing, {best['psnr_nothing']:.4g}: run task=inspect"
+    assert f"note: {failure}" in text
+    assert failure in (folder / "report.html").read_text()
     [*_, image, prompt] = pasted(text.partition("try it: ")[2].splitlines()[0])
     assert image == f"image={folder}/samples/control.png"
     assert prompt == "prompt=mirror picture 3"
