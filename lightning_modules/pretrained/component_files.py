@@ -114,7 +114,8 @@ def open_components(
         key = f"model.{kind}_name_or_path"
         path = single_file(name, key)
         if path is None:
-            raise UserError(f"{key}={name} is not a file. Name a repository by model.pretrained_model_name_or_path.")
+            what = f"is not a file{checks.files_in(name)}. Name a repository by model.pretrained_model_name_or_path."
+            raise UserError(f"{key}={name} {what}")
         if path.suffix.lower() == ".gguf":
             raise UserError(f"{key}={name} has llama.cpp's names, which are not read. Name a .safetensors file.")
         new = _fitting(path, [one for one in known if one.startswith(kind)], repository, revision)

@@ -457,6 +457,10 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(files_of, tmp_path):
     cases = [
         ([clip, again], "text_encoder.safetensors and .*again.safetensors both contain text_encoder"),
         (str(files.folder), "is not a file. Name a repository by model.pretrained"),
+        (
+            str(tmp_path),
+            r"is not a file. It contains again.* by .*model.text_encoder_name_or_path, .*\. Name a",
+        ),
         ("owner/name", "owner/name is not a file"),
         ("absent.safetensors", "text_encoder_name_or_path=absent.safetensors: there is no such file"),
         (str(tmp_path / "t5.gguf"), "has llama.cpp's names, which are not read"),
