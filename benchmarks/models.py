@@ -151,9 +151,11 @@ Prediction, `task=quantize` and `task=export` read the same files; `task=export 
 Krea 2 was trained without references. A LoRA teaches it to use them, by one of two schemes of its users; it works in
 this scheme only, and `predict.py` reads it from the file. diffusers has no pipeline for either.
 
-- `model.edit_scheme=after`, of `model=krea2_edit`, is ai-toolkit's. References are clean, as at t = 0, at their own
-  size of up to a megapixel. The text encoder reads "Picture 1:" and sees the image at 384x384. In ComfyUI:
-  [Ostris' nodes](https://github.com/ostris/ComfyUI-Krea2-Ostris-Edit).
+- `model.edit_scheme=after`, of `model=krea2_edit`, is ai-toolkit's `model_kwargs.edit`. References are clean, as at
+  t = 0, at their own size of up to a megapixel. The text encoder reads "Picture 1:" and sees the image at 384x384. In
+  ComfyUI: [Ostris' nodes](https://github.com/ostris/ComfyUI-Krea2-Ostris-Edit). ai-toolkit's preset adds `kv_cache`
+  (references see only each other) and `match_target_res` (they get the target's area). Retouch has neither: a LoRA
+  trained with them fits this scheme inexactly, and the reverse.
 - `model.edit_scheme=before` is that of [Identity Edit](https://huggingface.co/conradlocke/krea2-identity-edit), which
   samples with `model.condition_image_size=589824`. References are modulated at the target's t and fit into it. In
   ComfyUI: [lbouaraba's nodes](https://github.com/lbouaraba/comfyui-krea2edit).

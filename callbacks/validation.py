@@ -231,9 +231,11 @@ class Validation(L.Callback):
         if len(judged) >= FEWEST_TO_JUDGE:
             more = f"train longer, trainer.max_steps={2 * last['step']:.0f}"
             longer = f"{self.monitor} still improves at step {last['step']:.0f}: {more}"
+            scores = [score for score in map(self._score, self.rows) if math.isfinite(score)]
+            falls = [before - after for before, after in pairwise(scores)]
             if best is not judged[-1]:
                 lines.append(self._has_stopped_improving(best))
-            elif is_beyond_noise([score for score in map(self._score, self.rows) if math.isfinite(score)]):
+            elif scores[-1] - max(scores[:-1]) > max(*falls, (max(scores) - min(scores)) / 50):  # beyond the noise
                 lines.append(longer)
         return lines
 
@@ -248,12 +250,6 @@ class Validation(L.Callback):
         """Return the monitored figure, negated if less is better; -inf if it is not finite."""
         value = row.get(self.monitor, math.nan)
         return -math.inf if not math.isfinite(value) else value if self.directions[self.monitor] else -value
-
-
-def is_beyond_noise(scores: list[float]) -> bool:
-    """Return whether the last score exceeds the others by more than any fell back, and by 2 % of the whole change."""
-    falls = [before - after for before, after in pairwise(scores)]
-    return scores[-1] - max(scores[:-1]) > max(*falls, 0.02 * (max(scores) - min(scores)))
 
 
 def _directions(metrics: Mapping[str, Any]) -> dict[str, bool | None]:

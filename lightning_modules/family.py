@@ -114,8 +114,7 @@ class SamplingRules(NamedTuple):
         if sampling.negative_prompt and not guides:
             yield f"negative_prompt has no effect without {self.cfg_scale} above {self.cfg_above:g}"
         if guides and sampling.negative_prompt is None and self.cfg_scale == "true_cfg_scale":
-            scale = f"true_cfg_scale={sampling.true_cfg_scale:g} without negative_prompt"
-            yield f"{scale} guides away from the empty prompt; diffusers' pipeline would not guide"
+            yield f"true_cfg_scale={sampling.true_cfg_scale:g} guides; diffusers would not without negative_prompt"
         least = self.cfg_above if self.cfg_scale == "guidance_scale" else 0
         if not takes_guidance and (sampling.guidance_scale or 0) > least:
             yield f"guidance_scale={sampling.guidance_scale:g} has no effect: this transformer does not follow it"

@@ -80,18 +80,14 @@ def prompt_items(value: str) -> list[str]:
 
 
 def is_parsed(key: str, value: str) -> bool:
-    """Return whether Hydra must parse a value: null, a list, a quoted path, or paths that may be a sweep.
-
-    Quotes around text are part of it, except around text that would be parsed without them.
-    """
+    """Return whether Hydra must parse a value: null, lists, quotes around these or a path, and paths for a sweep."""
     ends = value[0] + value[-1] if len(value) > 1 else ""
     if value in ("", "null", "[]") or (key == "prompt" and prompt_items(value)):
         return True
-    if key in PATHS:
-        return ends in ("''", '""', "[]") or ("," in value and not Path(value).exists())
+    if key in PATHS or ends not in ("''", '""'):
+        return key in PATHS and (ends in ("''", '""', "[]") or ("," in value and not Path(value).exists()))
     with suppress(HydraException):
-        parsed = OverridesParser.create().parse_override(f"x={value}")
-        return ends in ("''", '""') and is_parsed(key, str(parsed.value()))
+        return is_parsed(key, str(OverridesParser.create().parse_override(f"x={value}").value()))
     return False
 
 
@@ -144,11 +140,6 @@ def without_secrets(text: str) -> str:
 def one_line(text: str) -> str:
     """Return a text of the data as one line that others may read."""
     return without_secrets(printable(" ".join(text.split())))
-
-
-def shortened(text: str, most: int = 200) -> str:
-    """Return the first letters of a long text for a line of the terminal."""
-    return text if len(text) <= most else f"{text[:most].rstrip()}..."
 
 
 def code(text: str) -> str:

@@ -203,14 +203,12 @@ def _split(arguments: Sequence[str], script: str, trusted: bool) -> tuple[list[s
 
 def _meant(word: str, script: str) -> str:
     """Return the setting that a word without a key probably means: a choice of conf/, a file or a folder."""
-    known, path = declared(script), Path(word).expanduser()
-    if groups := [group for group, options in known.groups.items() if word in options]:
-        return f"{groups[0]}={word}"
-    if word in TASKS[script] or not path.exists():
-        return f"task={word}" if word in TASKS[script] else "GROUP=NAME or KEY=VALUE"
+    path, choices = Path(word).expanduser(), declared(script).groups | {"task": [*TASKS[script]]}
+    if key := next((group for group, options in choices.items() if word in options), None):
+        return f"{key}={word}"
     is_lora = path.suffix == ".safetensors" or RunFolder(path).config.exists() or any(path.glob("*.safetensors"))
     key = "data.root" if script == "train" else "lora" if is_lora else "image"
-    return override("model.pretrained_model_name_or_path" if (path / "model_index.json").exists() else key, word)
+    return override(key, word) if path.exists() else "GROUP=NAME or KEY=VALUE"
 
 
 def _checked(setting: str, known: Declared) -> str:
@@ -245,7 +243,7 @@ def hydras_errors(script: str) -> Iterator[None]:
     hydra._internal.utils.run_and_report = lambda func: func()
     try:
         yield
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RuntimeError) as error:  # submitit's
         if type(error) is CompactHydraException:  # from a sweep's job, by `one_line_errors`
             print(error, file=sys.stderr)
             raise SystemExit(1) from None
@@ -253,10 +251,6 @@ def hydras_errors(script: str) -> Iterator[None]:
         if in_job or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         raise UserError(explained(error, declared(script))) from error
-    except Exception as error:
-        if not type(error).__module__.startswith("submitit."):
-            raise
-        raise UserError(f"hydra/launcher: {_first_line(error)}") from error
 
 
 def explained(error: Exception, known: Declared) -> str:

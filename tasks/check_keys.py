@@ -126,14 +126,10 @@ class Declared:
         return any(one in OPEN or f"{one}._target_" in self.leaves for one in _parents(key))
 
     def nearest(self, key: str) -> str | None:
-        """Return the setting with the most similar name, elsewhere with the same one; None if none is similar."""
-        key = key.replace("/", ".")
-        parent, _, own = key.rpartition(".")
+        """Return the setting with the most similar name, None if none is similar."""
         names = [name for name in (*self.leaves, *self.nodes, *self.groups) if "._" not in name]
-        if parent in self.nodes:
-            near = {name for name in names if name.endswith(f".{own}") and name.count(".") <= key.count(".") + 1}
-            names = [name for name in names if name in near or name.replace("/", ".").rpartition(".")[0] == parent]
-        least, _, found = min((_unlikeness(key, name), name.count("."), name) for name in names)
+        in_branch = key.replace("/", ".").rpartition(".")[0] in self.nodes
+        least, _, found = min((_unlikeness(key, name, in_branch), name.count("."), name) for name in names)
         return found if least < math.inf else None
 
     def refuse(self, key: str, added: bool = False) -> NoReturn:
@@ -143,10 +139,9 @@ class Declared:
         for other in TASKS.keys() - {self.script}:
             if declared(other).knows(key) and (near is None or _unlikeness(key, near) > 1):
                 hints = [f"It is a setting of {other}.py."]
-        names = {name.rpartition(".")[2] for name in (*self.leaves, *self.nodes) if name.rpartition(".")[0] == parent}
-        own = sorted((name for name in names if name[0] != "_"), key=lambda name: (OSA.distance(key, name), name))
-        if parent in self.nodes and own and near is None:
-            hints.append(f"{parent} has {listing(own, 12)}.")
+        if near is None and parent in self.nodes:
+            parts = {name.rpartition(".")[::2] for name in (*self.leaves, *self.nodes) if "._" not in name}
+            hints.append(f"{parent} has {listing(sorted(own for place, own in parts if place == parent), 12)}.")
         if not added and self.takes_arguments(key) and (near is None or _unlikeness(key, near) > 1):
             hints.append(f"An argument that conf/ leaves out needs a +: +{key}=VALUE.")
         listed = f"`{program(self.script)} --help` names those that people change most, --cfg job all of them."
@@ -184,28 +179,21 @@ def check_keys(cfg: DictConfig, script: str) -> None:
         arguments = {} if target is None else _arguments(target)
         if name in arguments or (target is not None and name.startswith("_")):
             continue
-        near, takes_any = known.nearest(key), any(one.kind is one.VAR_KEYWORD for one in arguments.values())
-        if target is None or (near is not None and (near.startswith(f"{holder}.") or OSA.distance(key, near) <= 2)):
+        near = known.nearest(own := f"{holder}.{name}" if holder else key)
+        if target is None or (near is not None and (near.startswith(f"{holder}.") or OSA.distance(own, near) <= 2)):
             known.refuse(key, added=True)
-        if not takes_any:
+        if not any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
             like = closest(name, arguments, 2)
             hint = f" Did you mean {holder}.{like}?" if like is not None else ""
             raise UserError(f"{key}: {target} has no argument {name}.{hint}")
 
 
 def _arguments(target: str) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of a class or function, with those that it passes on to bases; else any argument."""
+    """Return the arguments of a class or function; if it has no signature, any argument."""
     from hydra.utils import get_object
 
     try:
-        called = get_object(target)
-        found = dict(inspect.signature(called).parameters)
-        for base in called.__mro__[1:] if inspect.isclass(called) else ():
-            passed_on = [name for name, one in found.items() if one.kind is one.VAR_KEYWORD]
-            if passed_on and "__init__" in vars(base):
-                del found[passed_on[0]]
-                found |= inspect.signature(vars(base)["__init__"]).parameters
-        return found
+        return inspect.signature(get_object(target)).parameters
     except (ImportError, TypeError, ValueError):  # it cannot be imported, which `instantiate` reports; written in C
         return inspect.signature(lambda **_: None).parameters
 
@@ -246,17 +234,16 @@ def _parents(key: str) -> list[str]:
     return [key[: match.start()] for match in re.finditer(r"\.", key)]
 
 
-def _unlikeness(key: str, name: str) -> float:
-    """Return the number of different letters, or that in the last parts and a little more; infinite for other names.
-
-    Words count if one name has all of the other, such as num_inference_steps for steps.
-    """
+def _unlikeness(key: str, name: str, in_branch: bool = False) -> float:
+    """Return the number of different letters, or that in the last parts and a little more; infinite if not similar."""
     key, name = key.replace("/", "."), name.replace("/", ".")
     (before, _, own), (place, _, its) = key.rpartition("."), name.rpartition(".")
     more = 0 if before == place else 1.1 if before else 0.5
+    if in_branch and more and (own != its or name.count(".") > key.count(".") + 1):
+        return math.inf  # a name from elsewhere misleads
     words, theirs = ({word.removesuffix("s") for word in one.split("_")} for one in (own, its))
     alike = words <= theirs or (theirs < words and len(theirs) > 1)
-    others = {*own.split("_")} ^ {*its.split("_")}
+    others = {*own.split("_")} ^ {*its.split("_")}  # as num_inference in num_inference_steps for steps
     found = [
         (OSA.distance(key, name), max(1.5, len(key if more else own) / 5)),
         (OSA.distance(own, its) + more, max(1.5, len(own) / 5 + more)),

@@ -82,35 +82,31 @@ RESOLUTION = Number(16, 4096, whole=True)
 _SETTINGS: dict[Number, str] = {
     Switch(): """
         trainer.enable_checkpointing trainer.enable_model_summary trainer.enable_progress_bar
-        trainer.use_distributed_sampler model.compile model.offload.encoders model.offload.activations
-        data.upscale data.flip data.caption_per_line data.alpha_mask
-        early_stopping callbacks.validation.early_stopping hub.private
-        adapter.full_matrix adapter.use_rslora adapter.text_encoders
-        optimizer.fused optimizer.nesterov optimizer.decouple optimizer.use_bias_correction
-        optimizer.safeguard_warmup optimizer.scale_parameter optimizer.relative_step optimizer.warmup_init
-        model.quantization.rotation captioner.quantization.rotation
-        fuse delete overwrite
+        trainer.use_distributed_sampler model.compile model.offload.encoders model.offload.activations data.upscale
+        data.flip data.caption_per_line data.alpha_mask early_stopping callbacks.validation.early_stopping hub.private
+        adapter.full_matrix adapter.use_rslora adapter.text_encoders optimizer.fused optimizer.nesterov
+        optimizer.decouple optimizer.use_bias_correction optimizer.safeguard_warmup optimizer.scale_parameter
+        optimizer.relative_step optimizer.warmup_init model.quantization.rotation captioner.quantization.rotation fuse
+        delete overwrite
     """,
     SEED: "seed model.seed data.seed data.source.seed adapter.seed objective.seed callbacks.sample_images.seed",
     COUNT: """
         trainer.num_nodes trainer.max_steps trainer.accumulate_grad_batches trainer.log_every_n_steps
-        model.optimization.max_nonfinite_steps model.sampling.num_inference_steps
-        data.batch_size data.preview_count data.crop_count keep_checkpoints
-        callbacks.validation.patience
-        callbacks.lora_checkpoint.keep_checkpoints
-        adapter.rank objective.preserve.every scheduler.num_training_steps
-        num_images_per_prompt num_inference_steps batch_size captioner.max_new_tokens captioner.batch_size
-        model.recipe.rank model.recipe.max_steps model.recipe.accumulate_grad_batches model.recipe.batch_size
+        model.optimization.max_nonfinite_steps model.sampling.num_inference_steps data.batch_size data.preview_count
+        data.crop_count keep_checkpoints callbacks.validation.patience callbacks.lora_checkpoint.keep_checkpoints
+        adapter.rank objective.preserve.every scheduler.num_training_steps num_images_per_prompt num_inference_steps
+        batch_size captioner.max_new_tokens captioner.batch_size model.recipe.rank model.recipe.max_steps
+        model.recipe.accumulate_grad_batches model.recipe.batch_size
     """,
     COUNT_OR_NONE: """
         model.offload.blocks data.num_workers data.val_count trainer.num_sanity_val_steps save_every sample_every
-        adapter.min_rank scheduler.num_warmup_steps
-        callbacks.lora_checkpoint.save_every callbacks.sample_images.sample_every callbacks.sample_images.count
+        adapter.min_rank scheduler.num_warmup_steps callbacks.lora_checkpoint.save_every
+        callbacks.sample_images.sample_every callbacks.sample_images.count
     """,
     replace(COUNT, also=(None,)): "data.max_tokens_per_batch rank",
     FROM_ZERO: """
-        model.training_guidance_scale objective.preserve.outside objective.preserve.weight
-        optimizer.lr optimizer.weight_decay model.recipe.lr model.timesteps.logit_std
+        model.training_guidance_scale objective.preserve.outside objective.preserve.weight optimizer.lr
+        optimizer.weight_decay model.recipe.lr model.timesteps.logit_std
     """,
     replace(FROM_ZERO, also=(None,)): """
         model.sampling.guidance_scale model.sampling.true_cfg_scale guidance_scale true_cfg_scale
@@ -120,8 +116,8 @@ _SETTINGS: dict[Number, str] = {
         objective.loss.delta objective.beta optimizer.eps optimizer.fallback_lr_scale adapter.alpha_rank_scale
     """,
     replace(POSITIVE, also=(None,)): """
-        watchdog_minutes adapter.alpha adapter.lora_plus_ratio model.recipe.alpha ema.half_life
-        model.sampling.shift shift
+        watchdog_minutes adapter.alpha adapter.lora_plus_ratio model.recipe.alpha ema.half_life model.sampling.shift
+        shift
     """,
     SHARE: """
         data.caption_dropout_rate data.reference_dropout objective.mask.outside objective.edit_weight.floor
@@ -182,12 +178,10 @@ def check_run(cfg: DictConfig) -> None:
         raise UserError(
             f"trainer.max_epochs={epochs}: the length of a run is counted in steps. Pass trainer.max_steps, {length}"
         )
-    fitting = PRECISIONS.get(str(cfg.model.dtype), ())  # without it: of an unknown dtype, which the model names
-    if fitting and (precision := cfg.trainer.precision) not in fitting:
-        raise UserError(
-            f"trainer.precision={precision} is not compatible with model.dtype={cfg.model.dtype}: use {fitting[0]}, "
-            "which keeps trainable weights in float32"
-        )
+    fitting, precision = PRECISIONS.get(str(cfg.model.dtype)), cfg.trainer.get("precision")
+    if fitting is not None and precision not in fitting:
+        other = f"is not compatible with model.dtype={cfg.model.dtype}: use {fitting[0]}"
+        raise UserError(f"trainer.precision={precision} {other}, which keeps trainable weights in float32")
     if cfg.early_stopping and cfg.callbacks.get("validation") is None:
         raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
     if cfg.sample_root is not None and cfg.callbacks.get("sample_images") is None:

@@ -18,9 +18,7 @@ from rich.filesize import decimal
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from callbacks import find_callback
 from callbacks.progress import learning, panel
-from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
 from datamodules.cached import CachedDataModule
 from datamodules.errors import UserError, count_of
@@ -74,11 +72,7 @@ class Footprint:
 
 
 def dry_run(cfg: DictConfig, output_dir: Path) -> None:
-    """Print the memory, disk and time of the run of train.py's config, without reading weights.
-
-    Raises:
-        UserError: the run would be refused.
-    """
+    """Print the memory, disk and time of the run of train.py's config, or its mistakes, without reading weights."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         raise UserError("task=dry_run plans one run: leave -m and the lists out")
     silence_libraries()
@@ -97,10 +91,8 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
     module.objective.check_sizes(data.drawn_sizes)
     module.execution.check_data(data)
     run: Any = SimpleNamespace(datamodule=data, callbacks=callbacks)
-    if (validation := find_callback(run, Validation)) is not None:
+    for validation in [callback for callback in callbacks if isinstance(callback, Validation)]:
         validation.setup(run, module, "fit")
-    if (sampler := find_callback(run, SampleImages)) is not None and sampler.edits is not None:
-        sampler.edits.configure_for(module)
     log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
     plan = measure(module, data)
     limits, epoch = plan.batch.limits, sum(data.repeats)
@@ -180,10 +172,10 @@ def base_on_disk(base: FrozenBase, encoders: Iterable[str]) -> str:
     places = [(base.name if place == own else place, revision, folder) for place, revision, folder in origins]
     if base.source.file is None:
         places.append((base.transformer_name, base.revision, base.source.config()["_subfolder"] or ""))
-    known = [sizes for place in places if (sizes := stored_bytes(*place)) is not None]
-    total, missing = (sum(sizes) for sizes in zip(*known, strict=True)) if len(known) == len(places) else (0, 0)
-    more = f", of which {decimal(missing)} is to be downloaded" if missing else ""
-    return f"; base {decimal(total)}{more}" if total else ""
+    if None in (sizes := [stored_bytes(*place) for place in places]):
+        return ""
+    total, missing = (sum(one) for one in zip(*filter(None, sizes), strict=True))
+    return f"; base {decimal(total)}" + (f", of which {decimal(missing)} is to be downloaded" if missing else "")
 
 
 def _time(flops: float, steps: int, samples: float) -> str:

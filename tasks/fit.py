@@ -25,7 +25,7 @@ from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
 from report.commands import predict_command
 from report.images import last_strips
-from report.quoting import shortened, without_secrets
+from report.quoting import without_secrets
 from runs.run_folder import End, RunFolder
 from runs.signals import Stopped, stop
 from tasks.arguments import NOTIFY
@@ -144,7 +144,7 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
     sample = next(last_strips(run), None)
     photo = str(run.control) if run.control.is_file() else "PHOTO.png"
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
-    settings = {"prompt": shortened(sample.prompt) if sample else "..."}
+    settings = {"prompt": sample.prompt[:200] + "..." * (len(sample.prompt) > 200) if sample else "..."}
     log.info(f"try it: {predict_command(module, weights, settings, photo, sample)}")
     monitor = cfg.monitor or (validation.monitor if validation is not None and validation.rows else "loss_avg")
     measured = {**(metrics.latest if metrics else {}), **(validation.measured() if validation else {})}

@@ -85,10 +85,8 @@ class MakeFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with one_line_errors():
-            slurm = config.hydra.launcher._target_.endswith(".SlurmLauncher")
-            if slurm and not all(map(shutil.which, ("srun", "sbatch"))):
-                chosen = config.hydra.runtime.choices["hydra/launcher"]
-                raise UserError(f"hydra/launcher={chosen}: this machine has no sbatch. Start it on Slurm's login node.")
+            if config.hydra.launcher._target_.endswith(".SlurmLauncher") and not shutil.which("sbatch"):
+                raise UserError("hydra/launcher=slurm: this machine has no sbatch. Start it on Slurm's login node.")
             self._sweep.enter_context(output_in_use(make_folder(config, "hydra.sweep.dir")))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:

@@ -39,6 +39,8 @@ def test_lora_of_another_model(refuses, gallery, tiny, tmp_path):
         ("trainer.accelerator=gpu", "No supported gpu backend found"),
         ("model.dtype=float8", "model.dtype=float8: choose float32 or bfloat16"),
         ("+data.rooot=x", "data.rooot: there is no such setting."),
+        ("+adapter.foo=1", "adapter.foo: there is no such setting."),
+        ("+model.foo=1", "model.foo: there is no such setting."),
         ("+data.foo.bar=x", "data.foo: there is no such setting."),
         ("trainer.precision=bf16-true", "use 32-true"),
         ("trainer.precision=16-mixed", "trainer.precision=16-mixed is not compatible with model.dtype=float32"),

@@ -25,6 +25,14 @@ def test_the_download_is_that_of_all_weights():
     assert 33 < download("flux_kontext") < 35
 
 
+def test_settings_of_krea_2_name_their_sources_and_what_retouch_leaves_out():
+    text = (CONF / "model" / "krea2.yaml").read_text()
+    assert "musubi-tuner. ai-toolkit's presets draw uniformly" in text
+    for option in ("kv_cache", "match_target_res"):
+        assert option in text
+        assert option in PAGE.read_text()
+
+
 def test_every_model_has_a_row():
     names = {path.stem for path in (CONF / "model").glob("[!_]*.yaml")}
     assert {name for name in names if not name.endswith(("_fp8", "_fp4"))} == {*MODELS, "embedded"}

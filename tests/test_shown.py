@@ -21,7 +21,7 @@ from callbacks import progress
 from datamodules.errors import UserError
 from datamodules.files import replacing, replacing_folder, short_name
 from report.images import LONGEST, file_names, in_a_row, save_png, to_image
-from report.quoting import is_parsed, override, portable_path, shortened
+from report.quoting import is_parsed, override, portable_path
 from report.tables import curves
 from runs.run_folder import best_effort
 from tasks.arguments import quote_values
@@ -97,11 +97,6 @@ def test_a_prompt_arrives_as_typed_and_a_list_is_several(typed, arrives):
     if isinstance(arrives, str) and typed == arrives:
         [parsed] = OverridesParser.create().parse_overrides(quote_values([f"data.trigger_word={typed}"]))
         assert parsed.value() == typed
-
-
-def test_a_long_prompt_is_shortened_on_the_terminal():
-    assert shortened("make it snow") == "make it snow"
-    assert shortened("snow " * 2000) == f"{('snow ' * 40).strip()}..."
 
 
 def test_words_for_captions_arrive_letter_for_letter_and_home_is_where_the_shell_says(monkeypatch):

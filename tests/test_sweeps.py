@@ -53,7 +53,8 @@ def test_sweep_leaves_a_table_and_a_page_with_the_best_first_and_goes_on_after_a
     ("programs", "words"),
     [
         ([], "hydra/launcher=slurm: this machine has no sbatch. Start it on Slurm's login node."),
-        (["srun", "sbatch"], "hydra/launcher: sbatch: error: invalid partition"),
+        (["srun", "sbatch"], "sbatch: error: invalid partition: "),
+        (["sbatch"], 'Could not detect "srun"'),
     ],
 )
 def test_slurm_that_is_absent_or_refuses_is_one_line(run, tiny, pairs, tmp_path, monkeypatch, programs, words):
@@ -64,7 +65,7 @@ def test_slurm_that_is_absent_or_refuses_is_one_line(run, tiny, pairs, tmp_path,
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     arguments = [*short(tiny, pairs, tmp_path / "sweep", 2), "hydra/launcher=slurm", "optimizer.lr=1e-4,1e-3"]
     outcome = run("train", "-m", *arguments, ok=False)
-    assert outcome.error == f"error: {words}"
+    assert outcome.error.startswith(f"error: {words}")
     assert ("jobs are queued" in outcome.text) == bool(programs)
 
 

@@ -188,12 +188,12 @@ def encoders_identity(
 
 def stored_bytes(repository: str, revision: str | None, subfolder: str) -> tuple[int, int] | None:
     """Return the bytes of a component's weights, and of those to be downloaded; None if the hub does not answer."""
-    if (folder := Path(resolve_repository(repository))).is_dir():
-        return sum(file.stat().st_size for file in (folder / subfolder).glob("*.safetensors")), 0
+    if (folder := Path(resolve_repository(repository), subfolder)).is_dir():
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors")), 0
     from huggingface_hub import snapshot_download
 
-    pattern = f"{subfolder}/*.safetensors".lstrip("/")
     with suppress(OSError, ValueError):
+        pattern = f"{subfolder}/*.safetensors".lstrip("/")
         files = snapshot_download(repository, revision=revision, allow_patterns=pattern, dry_run=True)
         return sum(one.file_size or 0 for one in files), sum(one.file_size or 0 for one in files if one.will_download)
     return None

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,6 +140,16 @@ def test_the_end_names_the_best_weights_and_a_command_that_works(gallery, pairs)
     assert "image=PATH_TO/run/samples/control.png " in command
     assert "prompt='mirror picture 3'" in command
     assert same(Image.open(folder / "samples/control.png"), Image.open(pairs / "control_images/03.png"))
+
+
+@pytest.mark.slow
+def test_the_command_at_the_end_shortens_a_long_prompt(run, tiny, tmp_path):
+    root = make_pairs(tmp_path / "pairs", [(64, 48)])
+    (root / "training_images" / "00.txt").write_text("mirror it, " * 800)
+    text = run("train", *short(tiny, root, tmp_path / "run", 1, shown=True), "data.caption_per_line=false").text
+    [line] = re.findall("try it: .*", text)
+    assert "mirror it, mirror it" in line
+    assert len(line) < 600 + len(str(tmp_path))
 
 
 def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tmp_path, pairs):
