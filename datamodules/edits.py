@@ -18,13 +18,14 @@ from datamodules.batch import PromptRequest, RawBatch
 from datamodules.errors import UserError, listing, printable
 from datamodules.files import read_text
 from datamodules.images.captions import text_prompts
-from datamodules.images.decoding import image_size, verify_image
+from datamodules.images.decoding import floor_size, image_size, verify_image
 from datamodules.images.folders import (
     FORMATS,
     IMAGE_SUFFIXES,
     Listing,
     belongs_to_another,
     further_controls,
+    is_clutter,
     is_image,
     stem_of,
 )
@@ -202,7 +203,10 @@ class EditsDataModule(PromptData):
             windows = [self.condition_images.fitted(image_size(path), size) for path in paths]
         elif not self.condition_images.sets_target:  # an image that the result extends has its scale, as in training
             sizes = map(image_size, paths)
-            windows = [window_of(*o) if extends(size, o) else w for o, w in zip(sizes, windows, strict=True)]
+            windows = [
+                window_of(*one) if extends(size, floor_size(*one)) else window
+                for one, window in zip(sizes, windows, strict=True)
+            ]
         return windows, size
 
     def share(self) -> list[PromptedImage]:
@@ -237,7 +241,13 @@ def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
     """Return the edits of sample_root: of its images, or without images, samples from its texts."""
     path = Path(str(root)).expanduser()
     no_images = path.is_dir() and not Listing.of(path).images
-    texts = sorted(path.glob("*.txt")) if no_images else [path] if path.suffix == ".txt" else []
+    texts = (
+        sorted(one for one in path.glob("*.txt") if not is_clutter(one.name))
+        if no_images
+        else [path]
+        if path.suffix == ".txt"
+        else []
+    )
     prompts = [prompt for text in texts for prompt in text_prompts(read_text(text))]
     image = None if texts else root
     return EditsDataModule(image, prompts, None, None, [seed], [1.0], None, None, max_area, 1, "sample_root")

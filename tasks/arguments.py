@@ -50,7 +50,9 @@ def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
     trusted = trust[-1:] == [f"{TRUST}true"] or started_by_lightning()  # by a command that has checked it
     options, settings = _split([one for one in arguments if one not in (*addresses, *trust)], script, trusted)
     known = declared(script)
-    settings = [_checked(setting, known) for setting in quote_values(settings)]
+    # Lightning passes on the arguments of the first process, which has quoted them.
+    settings = settings if started_by_lightning() else quote_values(settings)
+    settings = [_checked(setting, known) for setting in settings]
     if not set(options) - {"-m", "--multirun"}:  # the other options only show something, without imports
         log.info("starting: importing PyTorch takes a few seconds")
     arguments = [*settings, *options]
@@ -155,16 +157,17 @@ def quote_values(arguments: list[str]) -> list[str]:
     """
     quoted = []
     for argument in arguments:
-        key, _, value = argument.partition("=")
+        given, _, value = argument.partition("=")
+        key = given.lstrip("+")
         if key in PATHS | TEXTS and not is_parsed(key, value):
             value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ only at a word's start
             if key in PATHS and value.startswith("assets/") and not os.path.exists(value):  # an installed example
                 value = str(CONF.parent / value)
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders
                 value = os.path.abspath(value)
-            argument = f"{key}={literal(value)}"
+            argument = f"{given}={literal(value)}"
         elif key == "prompt" and (items := prompt_items(value)):
-            argument = f"{key}=[{','.join(one if one[0] in QUOTES else literal(one.strip()) for one in items)}]"
+            argument = f"{given}=[{','.join(one if one[0] in QUOTES else literal(one.strip()) for one in items)}]"
         quoted.append(argument)
     return quoted
 

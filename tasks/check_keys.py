@@ -137,7 +137,7 @@ class Declared:
         near, parent = self.nearest(key), key.replace("/", ".").rpartition(".")[0]
         hints = [f"Did you mean {near}?"] if near is not None else []
         for other in TASKS.keys() - {self.script}:
-            if declared(other).knows(key) and (near is None or _unlikeness(key, near) > 1):
+            if declared(other).knows(key) and not self.knows(key) and (near is None or _unlikeness(key, near) > 1):
                 hints = [f"It is a setting of {other}.py."]
         if near is None and parent in self.nodes:
             parts = {name.rpartition(".")[::2] for name in (*self.leaves, *self.nodes) if "._" not in name}

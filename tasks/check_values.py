@@ -26,6 +26,7 @@ class Number:
         multiple: a divisor of the number.
         also: alternatives to a number: values; list, of numbers; dict, of patterns to numbers.
         alone: whether a number itself is allowed.
+        length: that of a list; 0 for any but none.
     """
 
     least: float = -math.inf
@@ -35,11 +36,16 @@ class Number:
     multiple: int = 1
     also: tuple[Any, ...] = ()
     alone: bool = True
+    length: int = 0
 
     def allows(self, value: Any) -> bool:
         """Return whether a setting may have this value."""
         if type(value) in self.also:
-            return bool(value) and all(map(self._is_number, value.values() if isinstance(value, dict) else value))
+            return (
+                bool(value)
+                and len(value) == (self.length or len(value))
+                and all(map(self._is_number, value.values() if isinstance(value, dict) else value))
+            )
         return value in self.also or (self.alone and self._is_number(value))
 
     def _is_number(self, value: Any) -> bool:
@@ -55,7 +61,7 @@ class Number:
         if self.least > -math.inf:
             kind += f" above {self.least:g}" if self.above else f" from {self.least:g}"
             kind += f" to {self.most:.10g}" if self.most < math.inf else "" if self.above else " on"
-        names = {None: "null", list: "a list of them", dict: "a mapping {PATTERN:NUMBER}"}
+        names = {None: "null", list: f"a list of {self.length or 'them'}", dict: "a mapping {PATTERN:NUMBER}"}
         others = " or ".join(names.get(one, one) for one in self.also)
         if not self.alone:
             return f"{others} with {kind} each"
@@ -142,7 +148,7 @@ _SETTINGS: dict[Number, str] = {
     Number(1, whole=True, also=(None, dict), alone=False): "adapter.rank_pattern",
     Number(0, above=True, also=(None, dict), alone=False): "adapter.alpha_pattern adapter.lr_pattern",
     Number(0, 0.99999): "optimizer.momentum adapter.dropout",
-    Number(0, 0.99999, also=(list,)): "optimizer.betas",
+    Number(0, 0.99999, also=(list,), alone=False, length=2): "optimizer.betas",
     Number(also=(None, list)): "lora_weights merge_weights",
     Number(also=(None, list, dict)): "lora_scale",
     # At 0.289 all checkpoints have equal weights (arXiv 2312.02696, equation 123).

@@ -24,7 +24,7 @@ from report.images import LONGEST, file_names, in_a_row, save_png, to_image
 from report.quoting import is_parsed, override, portable_path
 from report.tables import curves
 from runs.run_folder import best_effort
-from tasks.arguments import quote_values
+from tasks.arguments import quote_values, read_arguments
 from tasks.contact_sheet import contact_sheet
 from tests.support.commands import compose, short
 from tests.support.pictures import make_pairs
@@ -251,3 +251,14 @@ def test_contact_sheet_has_room_for_its_words(tmp_path):
         assert figure.bbox.y0 <= box.y0
         assert box.y1 <= figure.bbox.y1
         assert not any(box.padded(-1).overlaps(other) for other in boxes[:number])
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize("typed", ["sks dog", "a, b", "[a]", "5"])
+def test_texts_arrive_as_typed_in_every_process_and_form(monkeypatch, plus, typed):
+    """Lightning gives its other processes the arguments that the first one has quoted."""
+    first = read_arguments([f"{plus}data.trigger_word={typed}", "--cfg", "job"], "train")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert read_arguments(first, "train") == first
+    [parsed] = OverridesParser.create().parse_overrides(first[:-2])
+    assert parsed.value() == typed

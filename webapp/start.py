@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from datamodules.errors import UserError, without_credentials
 from datamodules.files import reading
-from report.quoting import SECRET
+from report.quoting import SECRET, TEXTS, is_parsed, literal
 from runs.run_folder import RunFolder
 from tasks.arguments import check_choice, hydras_errors, read_values
 from tasks.check_keys import declared
@@ -84,7 +84,10 @@ def _differing(settings: Any, defaults: Any, start: str = "") -> Iterator[tuple[
         if isinstance(value, dict) and isinstance(defaults.get(key, {}), dict):
             yield from _differing(value, defaults.get(key, {}), f"{start}{key}.")
         elif value != defaults.get(key, ...):
-            yield f"{'' if key in defaults else '+'}{start}{key}", _typed(value)
+            typed = _typed(value)
+            if f"{start}{key}" in TEXTS and isinstance(value, str):
+                typed = literal(value) if is_parsed(f"{start}{key}", value) else value
+            yield f"{'' if key in defaults else '+'}{start}{key}", typed
 
 
 def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
@@ -114,7 +117,9 @@ def arguments_of(asked: FormData) -> list[str]:
     """Return the arguments of train.py for the content of the form, without output_dir; errors as in `read_values`."""
     texts = {name: str(text).strip() for name, text in asked.items()}
     named = [f"{name}={texts[name]}" for name in (*GROUPS, *listed_keys()) if texts.get(name)]
-    settings = [*named, *filter(None, map(str.strip, texts.get("more", "").splitlines()))]
+    lines = [line.lstrip() for line in str(asked.get("more", "")).splitlines()]  # a prefix may end in a blank
+    plain = [line if line.lstrip("+").partition("=")[0] in TEXTS else line.rstrip() for line in lines]
+    settings = [*named, *filter(None, plain)]
     read_values(settings, "train")
     return settings
 

@@ -14,7 +14,10 @@ from datamodules.images.samples import CAPTION_SUFFIXES
 # Keys of a JSON object that hold captions.
 CAPTION_KEYS = ("captions", "caption", "prompt")
 # YAML between `---`, or TOML between `+++`, before the text of a file.
-_FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(?=\s*[\w-]+[ \t]*[:=]).*?^(\1|\.\.\.)[ \t]*(\n|\Z)", re.S | re.M)
+_FRONT_MATTER = re.compile(
+    r"""\A\s*(---|\+\+\+)[ \t]*\n(?=(\s*\#.*\n)*\s*["']?[\w -]+["']?[ \t]*[:=])(?s:.)*?^(\1|\.\.\.)[ \t]*(\n|\Z)""",
+    re.M,
+)
 
 
 def read_captions(contents: Mapping[str, Any], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:

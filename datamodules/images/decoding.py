@@ -40,10 +40,10 @@ RASTERS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP
 MOVING = ("GIF", "PNG", "WEBP", "TIFF")
 # A marker in a JPEG that ends the pixels of a scan: no stuffed byte, restart or fill byte.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-# Bytes that a JPEG without damage does not read as pixels.
-FILLER = bytes(range(1, 255)) * 16
-# Largest brightness of a mask that has its levels in the wrong range, as 0 and 1, and weights nothing.
-BLACK = 8
+# Bytes that a JPEG without damage does not read as pixels, with the markers between which others restart.
+FILLER = b"".join(bytes(range(1, 255)) * 16 + bytes((0xFF, 0xD0 + number)) for number in range(8)) * 2
+# Largest brightness of a mask that has its levels in the wrong range, as 0 and 1 or 12 bits in 16, and weights nothing.
+BLACK = 32
 # PIL warns of damaged EXIF and the like, which does not affect the pixels, and of half of the pixels that it reads.
 warnings.filterwarnings("ignore", module="PIL")
 
@@ -87,8 +87,10 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
         if isinstance(path, Path):
             require_file(path)
         with Image.open(path if isinstance(path, Path) else path.open(), formats=RASTERS) as image:
-            if image.mode == "F":
-                raise ValueError("its pixels are floating-point numbers, save it with 8 or 16 bits")
+            tags = getattr(image, "tag_v2", {})  # of a TIFF: bits and photometric interpretation
+            odd = image.mode.startswith("I") and tags and (tags.get(258), tags.get(262)) != ((16,), 1)
+            if image.mode == "F" or odd:
+                raise ValueError("its pixels are neither of 8 nor of 16 bits, or inverted: save it with 8 or 16 bits")
             _complete(image)
             if image.info["cicp"][1] in HDR:
                 raise ValueError(f"it is HDR ({HDR[image.info['cicp'][1]]}), save it as sRGB")
@@ -163,7 +165,8 @@ def image_facts(path: ImageFile) -> Facts:
         width, height = image.size
         # PIL's getexif of a PNG would decode all pixels, to find chunks after them.
         exif = image.getexif() if image.info.get("late") else Image.Image.getexif(image)
-        if image.format != "TIFF" and exif.get(ORIENTATION, 1) in range(5, 9):  # PIL turns TIFF itself
+        turned = ORIENTATION in getattr(image, "tag_v2", ())  # a TIFF, by PIL
+        if not turned and exif.get(ORIENTATION, 1) in range(5, 9):
             width, height = height, width
         frames = image.format in MOVING and getattr(image, "n_frames", 1) > 1
         transform, fault = conversion(image)
@@ -244,7 +247,7 @@ def verify_image(path: ImageFile) -> None:
 def _at_an_eighth(image: Image.Image) -> Image.Image:
     """Decode an opened image, a JPEG at an eighth of its size, or at half if its pixels come in several scans."""
     part = 2 if "progressive" in image.info else 8
-    image.draft("L", (image.width // part, image.height // part))
+    image.draft(None, (image.width // part, image.height // part))
     image.load()
     return image
 
@@ -253,6 +256,9 @@ def _end_of_pixels(jpeg: bytes) -> int:
     """Return the position behind the last scan of the first image in a JPEG, at the marker of its end."""
     place = 2
     while place + 4 <= len(jpeg) and (kind := jpeg[place + 1]) != 0xD9:
+        if kind == 0xFF:  # bytes may fill the space before a marker
+            place += 1
+            continue
         place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
         if kind == 0xDA:  # a scan
             found = _MARKER.search(jpeg, place)
@@ -359,8 +365,7 @@ def verify_mask(path: ImageFile) -> bool:
     levels = np.asarray(open_mask(path))
     least, most = int(levels.min()), int(levels.max())
     if most < BLACK:
-        what = "is black all over" if most == 0 else f"has levels of 0 to {most} of 255, as good as black"
-        raise UserError(f"the mask {path} {what}, so nothing would be trained: white is what counts")
+        raise UserError(f"the mask {path} is as good as black (at most {most} of 255): white is what is trained")
     return least == 255
 
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ USUAL_ENDINGS = (
 # Masks of images: endings of their names, and the folders that they are in.
 MASK_ENDINGS = ("_mask", "-mask", ".mask", "-masklabel", "_masklabel")
 MASK_FOLDERS = ("masks", "mask")
+TWO_MASKS = "two masks of one image, keep one"
 # Endings of images that belong to another one and are not read.
 UNREAD_ENDINGS = ("-condlabel",)
 # Files and folders left by systems and programs, besides hidden ones.
@@ -96,6 +97,18 @@ class Listing:
                 found.others.setdefault(stem, []).append(path)
         return found
 
+    def add_masks(self, masks: "Listing") -> bool:
+        """Add the images of a folder of masks, X or X_mask for X; return whether some are of these images.
+
+        Raises:
+            UserError: an image has two.
+        """
+        of = {stem: stem if stem in self.images else _without(stem, MASK_ENDINGS, self.images) for stem in masks.images}
+        for stem, base in of.items():
+            if base and (other := self.masks.setdefault(base, masks.images[stem])) != masks.images[stem]:
+                raise UserError(f"{other} and {masks.images[stem]}: {TWO_MASKS}")
+        return any(of.values())
+
     def primary(self) -> dict[str, Path]:
         """Return the images by stem, without masks and further controls of others."""
         return {stem: path for stem, path in self.images.items() if not belongs_to_another(stem, self.images)}
@@ -144,45 +157,60 @@ class Listing:
 
 def listings_below(top: Path) -> dict[Path, Listing]:
     """Return the listings of a folder and of all folders below it, by their relative path."""
-    return {Path(place).relative_to(top): Listing.of(Path(place)) for place, _ in walk(top)}
+    return {Path(nfc(os.path.relpath(place, top))): Listing.of(Path(place)) for place, _ in walk(top)}
 
 
 def walk(top: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield a folder and all folders below it, each once, and their file names, without clutter."""
-    seen: set[str] = set()
-    for place, below, names in os.walk(top, followlinks=True):
+    """Yield a folder and all folders below it, and their file names, without clutter.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    parents: dict[str, tuple[str, ...]] = {}
+    for place, below, names in os.walk(top, followlinks=True, onerror=refuse):
         below[:] = sorted(name for name in below if not is_clutter(name))
-        if (real := os.path.realpath(place)) in seen:  # a link to a parent folder
+        above, real = parents.get(os.path.dirname(place), ()), os.path.realpath(place)
+        parents[place] = (*above, real)
+        if real in above:  # a link to a parent folder
             below.clear()
             continue
-        seen.add(real)
         yield place, sorted(name for name in names if not is_clutter(name))
 
 
 def leave_out_derived(below: dict[Path, Listing], kept: Container[Path] = ()) -> None:
-    """Leave out folders of images that are made of others, as depth maps: without captions, all named like others.
+    """Leave out masks, which are added to their images, and folders that are made of captioned images, as depth maps.
 
-    These others are in the folder with the same path but for one part: `b/X` for `b/masks/X` and `masks/b/X`. Masks are
-    added to theirs.
+    The latter have no captions, and all of their images are named like others. These are in the folder with the same
+    path but for one part, which is missing or another: `b/X` for `b/masks/X` and `masks/b/X`, `images/X` for `masks/X`.
 
     Args:
         below: as `listings_below`.
-        kept: folders that stay.
+        kept: folders that stay, unless they are of masks.
     """
+    alike: dict[tuple[str, ...], list[Path]] = defaultdict(list)
+    for place in below:
+        for index in range(len(place.parts)):
+            alike[(*place.parts[:index], "", *place.parts[index + 1 :])].append(place)
     for place, one in list(below.items()):
-        if not one.images or place in kept or any(stem in one.texts for stem in one.images):
+        if not one.images or any(stem in one.texts for stem in one.images):
             continue
         for index, part in enumerate(place.parts):
-            others = below.get(Path(*place.parts[:index], *place.parts[index + 1 :]))
-            if others is None or not others.images:
-                continue
-            bases = {stem: base_of(stem, others.images) for stem in one.images}
-            if part.lower() in MASK_FOLDERS:
-                others.masks.update({base: one.images[stem] for stem, base in bases.items() if base})
-            elif not all(bases.values()):
-                continue
-            del below[place]
-            break
+            start, end = place.parts[:index], place.parts[index + 1 :]
+            others = [below[other] for other in (Path(*start, *end), *alike[(*start, "", *end)]) if other in below]
+            others = [other for other in others if other is not one and other.images]
+            if part.lower() in MASK_FOLDERS and others:
+                is_derived = any(other.add_masks(one) for other in others)
+            else:
+                is_derived = place not in kept and any(
+                    all(base_of(stem, other.texts) in other.images for stem in one.images) for other in others
+                )
+            if is_derived:
+                del below[place]
+                break
 
 
 def base_of(stem: str, stems: Container[str]) -> str:
@@ -192,20 +220,17 @@ def base_of(stem: str, stems: Container[str]) -> str:
 
 
 def belongs_to_another(stem: str, stems: Container[str]) -> bool:
-    """Return whether an image is a further control, the mask or another companion of one of `stems`."""
+    """Return whether an image is a further control, a mask or another companion of one of `stems`."""
     match = _FURTHER_CONTROL.match(stem)
-    return (match is not None and match["stem"] in stems) or any(
-        stem.endswith(end) and stem.removesuffix(end) in stems for end in (*MASK_ENDINGS, *UNREAD_ENDINGS)
+    return (match is not None and match["stem"] in stems) or bool(
+        _without(stem, (*MASK_ENDINGS, *UNREAD_ENDINGS), stems)
     )
 
 
-def _mask_of(stem: str, listings: Sequence[Listing]) -> Path | None:
-    """Return the mask of an image; raises a UserError if there are two."""
-    found = [one.images.get(stem + end) for one in listings for end in MASK_ENDINGS]
-    masks = [path for path in (*found, *(one.masks.get(stem) for one in listings)) if path is not None]
-    if len(masks) > 1:
-        raise UserError(f"{masks[0]} and {masks[1]}: two masks of one image, keep one")
-    return masks[0] if masks else None
+def _without(stem: str, endings: Iterable[str], stems: Container[str]) -> str:
+    """Return the one of `stems` that a name is with one of the endings in any case; "" if none."""
+    found = (stem[: -len(end)] for end in endings if stem.lower().endswith(end))
+    return next((one for one in found if one in stems), "")
 
 
 def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
@@ -233,6 +258,14 @@ def none_of_the_formats(path: Path) -> str:
 def first_folder(root: Path, names: Sequence[str]) -> Path | None:
     """Return the first folder below `root` with one of these names."""
     return next((root / name for name in names if (root / name).is_dir()), None)
+
+
+def with_masks(listing: Listing, root: Path, place: Path = Path()) -> Listing:
+    """Add the masks of a root's own folder of masks to a listing of images."""
+    for name in os.listdir(root):
+        if name.lower() in MASK_FOLDERS and (root / name / place).is_dir():
+            listing.add_masks(Listing.of(root / name / place))
+    return listing
 
 
 def controls_folders(root: Path) -> list[Path]:
@@ -295,6 +328,11 @@ def samples_by_name(
     beside: dict[str, dict[str, None]] = defaultdict(dict)
     for stem, paths in (item for part in parts for item in part.items()):
         beside[base_of(stem, primary)] |= dict.fromkeys(map(str, paths))
+    masks: dict[str, list[Path]] = defaultdict(list)
+    for one in (targets, *controls):
+        named = ((_without(stem, MASK_ENDINGS, primary), path) for stem, path in one.images.items())
+        for stem, path in (*named, *one.masks.items()):
+            masks[stem].append(path)
     captioned = targets.texts.keys() & primary.keys()
     samples, incomplete = [], []
     for stem, target in primary.items():
@@ -304,9 +342,11 @@ def samples_by_name(
             continue
         try:
             prompts, caption_file = targets.captions(stem, root.caption_per_line)
-            mask = _mask_of(stem, (targets, *controls))
         except UserError as error:
             incomplete.append(str(error))
+            continue
+        if len(masks[stem]) > 1:
+            incomplete.append(f"{masks[stem][0]} and {masks[stem][1]}: {TWO_MASKS}")
             continue
         if not prompts and not controls and base_of(stem, captioned) not in ("", stem):
             continue  # made of an image with a caption
@@ -315,32 +355,36 @@ def samples_by_name(
             incomplete.append(f"{target} has no caption {caption_file}{hint}")
             continue
         own = [path for number in range(count) for path in (images[number][stem], *further[number].get(stem, []))]
+        mask = next(iter(masks[stem]), None)
         samples.append(Sample(stem, target, tuple(own), prompts, mask, rejects.get(stem), caption_file=caption_file))
     for others in (*images, rejects):
         alone = [(stem, path) for stem, path in others.items() if stem not in primary]
         incomplete += [f"{path} has no target image {targets.lack(stem)}" for stem, path in alone]
-    named = {*primary, *(stem for others in images for stem in others)}
-    for stem in sorted(targets.texts.keys() & targets.others.keys() - named):
+    known = {*primary, *(stem for others in images for stem in others)}
+    for stem in sorted(targets.texts.keys() & targets.others.keys() - known):
         incomplete.append(f"{none_of_the_formats(targets.others[stem][0])}, but has a caption")
     return Found(samples, incomplete)
 
 
-def note_unread(found: Found, folder: Path) -> Found:
-    """Add a note on the files in and below a folder that are not read, counted by folder and ending."""
+def note_unread(found: Found, folder: Path, root: Root) -> Found:
+    """Add a note on the files in and below a folder that no root reads, counted by folder and ending."""
     images = [(one.target, *one.controls, one.mask, one.rejected) for one in found.samples]
     read = {_identity(path) for some in images for path in some if isinstance(path, Path)}
     stems = {stem_of(path) for some in images for path in some if isinstance(path, Path)}
     texts = {_identity(one.caption_file.with_suffix("")) for one in found.samples if one.caption_file is not None}
     kinds: dict[tuple[Path, str], list[str]] = defaultdict(list)
+    others = {_identity(Path(path).expanduser()) for path in root.others}
     for place, names in walk(folder):
+        below = Path(place).relative_to(folder)
+        if not others.isdisjoint(_identity(folder / one) for one in (below, *below.parents) if one != Path()):
+            continue
         for path in (Path(place, name) for name in names):
             suffix = path.suffix.lower()
             is_caption = suffix in CAPTION_SUFFIXES and _identity(path.with_suffix("")) in texts
             if is_caption or _identity(path) in read or (found.form == "columns" and suffix in STORED):
                 continue
-            stem, below = stem_of(path), path.relative_to(folder)
-            base = base_of(stem, stems)
-            kinds[below.parent, (stem[len(base) :] if base else "") + path.suffix].append(below.as_posix())
+            stem, base = stem_of(path), base_of(stem_of(path), stems)
+            kinds[below, (stem[len(base) :] if base else "") + path.suffix].append((below / path.name).as_posix())
     if not kinds:
         return found
     most_first = sorted(kinds.items(), key=lambda kind: -len(kind[1]))

@@ -69,8 +69,9 @@ class SampleSet:
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
             if value not in ("error", "skip"):
                 raise UserError(f"data.{name}={value}: choose error or skip")
-        self.roots = as_roots("root", root, settings)
-        self.val_roots = as_roots("val_root", val_root, settings)
+        roots, held_out = as_roots("root", root, settings), as_roots("val_root", val_root, settings)
+        others = tuple(str(one.path) for one in (*roots, *held_out))
+        self.roots, self.val_roots = ([replace(one, others=others) for one in some] for some in (roots, held_out))
         self.source = source
         self.on_missing = on_missing
         self.on_bad_image = on_bad_image

@@ -100,6 +100,7 @@ class Root:
         caption_per_line: treat each line of a text file as a caption, not the whole file.
         alpha_mask: use the alpha channel of targets as the mask of the loss.
         require_prompt: treat a sample without a caption as incomplete. Not a setting.
+        others: paths of all roots, whose files are theirs. Not a setting.
     """
 
     path: str | Path
@@ -113,6 +114,7 @@ class Root:
     caption_per_line: bool = True
     alpha_mask: bool = False
     require_prompt: bool = True
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the path, with repeats and weight where they are not 1."""

@@ -11,7 +11,6 @@ from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_t
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
     FORMATS,
-    MASK_FOLDERS,
     REJECTED_FOLDERS,
     TARGET_FOLDERS,
     Listing,
@@ -24,6 +23,7 @@ from datamodules.images.folders import (
     listings_below,
     note_unread,
     samples_by_name,
+    with_masks,
 )
 from datamodules.images.samples import Found, Root, scan_roots
 from datamodules.images.tables import TABLES, Table, file_table, samples_of
@@ -73,7 +73,7 @@ def _pairs(root: Root) -> Found:
         return samples_of(table, root)
     path = Path(root.path).expanduser()
     if (table := _metadata_of(path)) is not None:
-        return note_unread(samples_of(table, root), path)
+        return note_unread(samples_of(table, root), path, root)
     targets, controls = first_folder(path, TARGET_FOLDERS), controls_folders(path)
     if targets is not None and controls:
         return _paired_folders(path, targets, controls, root)
@@ -86,10 +86,10 @@ def _pairs(root: Root) -> Found:
         )
     if endings is not None:
         first, second = Listing.of(path).halves(*endings)
-        found = samples_by_name(second, [first], None, root, root.require_prompt)
-        return note_unread(replace(found, form="pair_suffixes"), path)
+        found = samples_by_name(with_masks(second, path), [first], None, root, root.require_prompt)
+        return note_unread(replace(found, form="pair_suffixes"), path, root)
     if (table := _stored_table_of(path, root)) is not None:
-        return note_unread(samples_of(table, root), path)
+        return note_unread(samples_of(table, root), path, root)
     images = any(is_image(name) and not is_clutter(name) for name in os.listdir(path))
     if images and root.pair_suffixes is not None:
         control, target = root.pair_suffixes
@@ -97,7 +97,7 @@ def _pairs(root: Root) -> Found:
     if targets is not None:
         return _paired_folders(path, targets, [], root)
     if images:
-        return note_unread(_images_below(path, root, root.require_prompt, all_folders=True), path)
+        return note_unread(_images_below(path, root, root.require_prompt, all_folders=True), path, root)
     raise UserError(
         f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for folders {'/'.join(TARGET_FOLDERS)} "
         f"(X.png and X.txt) and {'/'.join(CONTROL_FOLDERS)} (X.png), and for the other forms of docs/data.md"
@@ -107,21 +107,19 @@ def _pairs(root: Root) -> Found:
 def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Root) -> Found:
     tops = [targets, *controls]
     trees = [listings_below(top) for top in tops]
-    rejected, masks = first_folder(folder, REJECTED_FOLDERS), first_folder(folder, MASK_FOLDERS)
-    rejects, drawn = ({} if one is None else listings_below(one) for one in (rejected, masks))
+    rejected = first_folder(folder, REJECTED_FOLDERS)
+    rejects = {} if rejected is None else listings_below(rejected)
     counts = Counter(place for tree in trees for place in tree)
     found = Found([], [])
     for tree in trees:
         leave_out_derived(tree, kept={place for place, count in counts.items() if count > 1})
     for place in sorted({place for tree in (*trees, rejects) for place in tree}):
         target, *listed = [tree.get(place) or Listing(top / place) for top, tree in zip(tops, trees, strict=True)]
-        if place in drawn:
-            target.masks.update(drawn[place].images)
-        some = samples_by_name(target, listed, rejects.get(place), root, root.require_prompt)
+        some = samples_by_name(with_masks(target, folder, place), listed, rejects.get(place), root, root.require_prompt)
         found = found.plus(_in_folder(some, place))
     if not found.samples and not found.incomplete:
         raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, (targets, *controls)))}")
-    return note_unread(found, folder)
+    return note_unread(found, folder, root)
 
 
 def _in_folder(found: Found, place: Path) -> Found:
@@ -139,15 +137,15 @@ def _captioned(root: Root, all_folders: bool) -> Found:
             "alone: give the folder of the targets"
         )
     if (table := _metadata_of(path)) is not None:
-        return note_unread(samples_of(table, root, edits=False), path)
+        return note_unread(samples_of(table, root, edits=False), path, root)
     found = _images_below(path, root, False, all_folders)
     captioned = found.incomplete or any(one.prompts for one in found.samples)
     # Images without captions next to them may have theirs in a stored table.
     if not captioned and (table := _stored_table_of(path, root)) is not None:
-        return note_unread(samples_of(table, root, edits=False), path)
+        return note_unread(samples_of(table, root, edits=False), path, root)
     if not captioned and not found.samples:
         raise UserError(f"data.root={path}: no images ({FORMATS}) in it or below")
-    return note_unread(found, path)
+    return note_unread(found, path, root)
 
 
 def _images_below(path: Path, root: Root, require_prompt: bool, all_folders: bool) -> Found:

@@ -288,10 +288,13 @@ class LoRAFile:
         layers = (name, *(() if meaning is None else meaning.layers))
         scales = {} if alpha is None else {"its alpha": float(alpha) / delta.divisor if delta.divisor else 1.0}
         for source, settings in self._peft_settings.items():
-            if said := _contradicted(settings, layers, delta):
+            place = self.path.with_name(source) if source == PEFT_CONFIG_NAME else self.path
+            with reading(place, "correct it, or download it again"):
+                said, scale = _contradicted(settings, layers, delta), _peft_scale(settings, layers, delta)
+            if said:
                 has = f"is a {delta.kind} and has rank {delta.size}"
                 raise self._error(f"contradicts itself: {source} says {said}, {short_key(name)} {has}. {CORRECT}")
-            if (scale := _peft_scale(settings, layers, delta)) is not None:
+            if scale is not None:
                 scales[source] = scale
         if not all(map(math.isfinite, scales.values())):
             raise ValueError(f"the alpha of {short_key(name)} is not finite")

@@ -72,7 +72,9 @@ class SafetensorsWeights(FileWeights):
                 for stored in opened.keys():  # noqa: SIM118 (not a dict)
                     part, name = opened.get_slice(stored), WRAPPERS.sub("", stored)
                     if name in self.files:
-                        raise UserError(f"{self.files[name]} and {file} both contain {name}: {GET_AGAIN}")
+                        both = f"{self.files[name]} and {file} both contain {name}"
+                        twice = f"{file} contains {name} twice, as {self._stored[name]} and {stored}"
+                        raise UserError(f"{twice if self.files[name] == file else both}: {GET_AGAIN}")
                     self.dtypes[name], self.shapes[name] = part.get_dtype(), tuple(part.get_shape())
                     self.files[name], self._stored[name] = file, stored
                     if name.endswith(".comfy_quant"):

@@ -14,16 +14,18 @@ from pathlib import Path
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from starlette.datastructures import FormData
 
 from datamodules.errors import UserError
 from datamodules.locks import holder, lock_content
 from runs.run_folder import RunFolder
+from tasks.arguments import quote_values, read_values
 from tests.support.commands import compose
 from tests.webapp.browsing import browser_page, studio_at
 from tests.webapp.conftest import write_run
 from webapp.jobs import Jobs
 from webapp.runs import Shelf, state_of
-from webapp.start import asked_by, listed_keys
+from webapp.start import arguments_of, asked_by, listed_keys
 
 QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "data.source.count=20"]
 
@@ -114,13 +116,24 @@ def test_run_is_filled_in_again_with_the_settings_that_differ_without_secrets(cl
     assert "password" not in str(asked)
     assert "api_key" not in str(asked)
     more = asked.pop("more").splitlines()
-    again = compose("train", *(f"{key}={value}" for key, value in asked.items()), *more)
+    again = compose("train", *(f"{key}={value}" for key, value in asked.items()), *quote_values(more))
     expected = compose("train", *(one for one in given if "api_key" not in one and "password" not in one))
     assert again == expected
     assert asked.keys() == {"model", "adapter", "logger", "adapter.rank", "data.root", "data.flip"}
     assert 'placeholder="16"><small>' in client.get("/start?run=third").text
     assert client.get("/start?run=nowhere").status_code == 404
     assert asked_by(RunFolder(outputs / "first"))["model"] == "embedded", "of a run without recorded choices"
+
+
+@pytest.mark.parametrize(
+    "text", ["sks dog", 'a, "b"', '"all of it"', "in the style of X, ", "[a]", "5", "null", "\u00e9", "1e3"]
+)
+def test_texts_of_a_run_come_back_through_the_form_as_they_are(outputs, text):
+    settings = OmegaConf.to_container(compose("train"))
+    settings["data"]["prefix"] = settings["data"]["trigger_word"] = text
+    write_run(outputs / "third", 4, "make it snow", **{**settings, "model_name": "embedded"})
+    again = compose("train", *read_values(arguments_of(FormData(asked_by(RunFolder(outputs / "third")))), "train"))
+    assert (again.data.prefix, again.data.trigger_word) == (text, text)
 
 
 @pytest.fixture

@@ -287,7 +287,8 @@ def test_images_below_belong_to_it_but_not_hidden_ones_and_links_are_read_once(a
 @pytest.mark.parametrize(
     ("made_of_others", "masks", "named"),
     [
-        ("masks/a.png masks/b.png masks/orphan.png", 2, "masks/orphan.png"),
+        ("masks/a.png masks/b.png masks/a_2.png", 2, "masks/a_2.png"),
+        ("Masks/a_Mask.png b-MASK.png", 2, None),
         ("mask/a_mask.png depth/b.png depth/a.png", 1, "depth/*.png (2)"),
         ("a-masklabel.png b.mask.png a-condlabel.png b_mask2.png", 2, "a-condlabel.png, b_mask2.png"),
         ("a-2.png b(1).jpg b.depth.png", 0, "a-2.png, b(1).jpg, b.depth.png"),
@@ -308,11 +309,63 @@ def test_images_without_any_captions_are_samples_but_not_what_is_made_of_them(tm
     write(tmp_path, "a.png", "a-2.png", "b/a.png", "c/masks/d.png", "c/d.png", "masks/a.png", "x/00001.png")
     found = captioned_in(tmp_path)
     masks = {one.key: one.mask is not None for one in found.samples}
-    assert masks == {"a": True, "a-2": False, "c/d": True, "x/00001": False}
-    assert found.notes == (f"{tmp_path}: not read: b/a.png",)
-    write(tmp_path, "c/d.txt")
-    assert [one.key for one in captioned_in(tmp_path, instance="a dog").samples] == ["a-2", "a", "c/d", "x/00001"]
+    assert masks == {"a": True, "a-2": False, "b/a": False, "c/d": True, "x/00001": False}
+    assert found.notes == ()
+    write(tmp_path, "c/d.txt", "depth/c/d.png")
+    found = captioned_in(tmp_path, instance="a dog")
+    assert [one.key for one in found.samples] == ["a-2", "a", "b/a", "c/d", "x/00001"]
+    assert found.notes == (f"{tmp_path}: not read: depth/c/d.png",)
     assert [one.key for one in captioned_in(tmp_path).samples] == ["c/d"]
+
+
+@pytest.mark.parametrize("instance", [None, "a dog"])
+def test_masks_and_maps_next_to_the_folder_of_images_are_no_samples(tmp_path, instance):
+    write(tmp_path, "images/a.png", "masks/a.png")
+    [sample] = captioned_in(tmp_path, instance=instance).samples
+    assert (sample.key, sample.mask) == ("images/a", tmp_path / "masks" / "a.png")
+    write(tmp_path, "images/a.txt", "depth/a.png")
+    assert [one.key for one in captioned_in(tmp_path, instance=instance).samples] == ["images/a"]
+
+
+def test_masks_of_pairs_are_found_wherever_those_of_images_are(tmp_path):
+    places = ("Masks/00_mask.png", "training_images/masks/00.png", "control_images/00-masklabel.png")
+    for number, place in enumerate(places):
+        root = make_pairs(tmp_path / str(number), [(32, 32)])
+        write(root, place)
+        assert [one.mask for one in found_in(root).samples] == [root / place]
+    for folder in ("training_images", "control_images"):
+        write(root, f"{folder}/masks/00.png")
+    assert "two masks of one image" in found_in(root).incomplete[0]
+    write(tmp_path / "one", "a_start.png", "a_end.png", "a.txt", "masks/a.png")
+    assert found_in(tmp_path / "one").samples[0].mask == tmp_path / "one" / "masks" / "a.png"
+
+
+def test_links_to_folders_of_one_root_and_other_forms_of_names_match(tmp_path):
+    make_pairs(tmp_path, [(32, 32)])
+    for name in ("day", "night"):
+        write(tmp_path, f"training_images/{name}/x.png", f"training_images/{name}/x.txt")
+    write(tmp_path, "control_images/day/x.png")
+    (tmp_path / "control_images" / "night").symlink_to("day")
+    here, there = (unicodedata.normalize(form, "Caf\u00e9") for form in ("NFC", "NFD"))
+    write(tmp_path, f"training_images/{here}/y.png", f"training_images/{here}/y.txt", f"control_images/{there}/y.png")
+    found = found_in(tmp_path)
+    assert ([one.key for one in found.samples], found.incomplete) == (["00", f"{here}/y", "day/x", "night/x"], [])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_folder_that_cannot_be_read_stops(tmp_path):
+    write(tmp_path, "a.png", "b/c.png")
+    (tmp_path / "b").chmod(0)
+    with pytest.raises(UserError, match=f"cannot read {tmp_path}/b: Permission denied"):
+        captioned_in(tmp_path)
+
+
+def test_files_of_another_root_are_not_called_unread(tmp_path):
+    write(make_pairs(tmp_path, [(32, 32)]), "photos/9.png", "photos/9.txt", "depth/9.png")
+    places = (str(tmp_path), str(tmp_path / "photos"))
+    found = find_samples([Root(place, others=places) for place in places])
+    assert [one.key for one in found.samples] == [f"{tmp_path}/00", f"{tmp_path}/photos/9"]
+    assert found.notes == (f"{tmp_path}: not read: depth/9.png",)
 
 
 def test_two_masks_of_an_image_are_refused(tmp_path):
@@ -363,6 +416,7 @@ def captions(folder, per_line=True):
         ("\n \n", ("",)),
         ("---\r\ntitle: snow\r\ntags: [a]\r\n---\r\none\r\n", ("one",)),
         ("+++\ntitle = 'snow'\n+++\n\none", ("one",)),
+        ('\n---\n# a comment\n"the title": snow\n...\none', ("one",)),
         ("---\none\n---\ntwo", ("---", "one", "---", "two")),  # no settings: inspect names it
         *((f"a{mark}b\r\ntwo\rthree", (f"a{mark}b", "two", "three")) for mark in "\u2028\x85\x0b"),
         ('{\n "scene": "a cup"\n}\n', ('{\n "scene": "a cup"\n}',)),

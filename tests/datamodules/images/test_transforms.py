@@ -70,6 +70,20 @@ def test_header_and_pixels_are_turned_by_one_rule(image, tmp_path, suffix, orien
         assert np.array_equal(open_image(path), expected)
 
 
+def test_orientation_of_a_tiff_that_only_xmp_names(image, tmp_path):
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><r tiff:Orientation="6"/></x:xmpmeta>'
+    image.save(tmp_path / "x.tif", tiffinfo={700: xmp})
+    assert image_size(tmp_path / "x.tif") == open_image(tmp_path / "x.tif").size == SIZE[::-1]
+
+
+def test_grey_levels_of_other_depths_and_inverted_ones_are_refused(tmp_path):
+    Image.fromarray(np.full((32, 32), 2**31 - 1, np.int32)).save(tmp_path / "deep.tif")
+    Image.fromarray(np.full((32, 32), 60000, np.uint16)).save(tmp_path / "inverted.tif", tiffinfo={262: 0})
+    for name in ("deep", "inverted"):
+        with pytest.raises(UserError, match=r"neither of 8 nor of 16 bits, or inverted: save it with 8 or 16 bits"):
+            image_size(tmp_path / f"{name}.tif")
+
+
 def test_rotation_that_a_png_tells_behind_its_pixels_counts_too(image, tmp_path):
     image.save(tmp_path / "x.png")
     data = (tmp_path / "x.png").read_bytes()
@@ -139,19 +153,20 @@ def test_transparent_mask_is_its_alpha_channel_and_else_refused(image, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("mask", "line"),
+    ("mask", "most"),
     [
-        (np.uint16([[0, 1]]), "is black all over"),
-        (np.uint16([[0, 255]]), "is black all over"),
-        (np.uint8([[0, 1]]), "has levels of 0 to 1 of 255, as good as black"),
-        (np.zeros((1, 2), bool), "is black all over"),
-        (np.zeros((1, 2, 4), np.uint8), "is black all over"),
+        (np.uint16([[0, 1]]), 0),
+        (np.uint16([[0, 255]]), 0),
+        (np.uint16([[0, 4095]]), 15),
+        (np.uint8([[0, 1]]), 1),
+        (np.zeros((1, 2), bool), 0),
+        (np.zeros((1, 2, 4), np.uint8), 0),
     ],
 )
-def test_mask_of_zeros_is_refused_with_its_name(tmp_path, mask, line):
+def test_mask_of_zeros_is_refused_with_its_name(tmp_path, mask, most):
     """Nothing would be trained. Programs write 1, not white, for what counts."""
     Image.fromarray(np.tile(mask, (16, 8) + (1,) * (mask.ndim - 2))).save(tmp_path / "m.png")
-    with pytest.raises(UserError, match=rf"the mask {tmp_path}/m\.png {line}, so nothing would be trained"):
+    with pytest.raises(UserError, match=rf"the mask {tmp_path}/m\.png is as good as black \(at most {most} of 255\)"):
         verify_mask(tmp_path / "m.png")
 
 
@@ -171,14 +186,17 @@ def test_truncated_file_is_found_without_a_full_decode(tmp_path, suffix):
         verify_image(path)
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"quality": 100}])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 1}, {"quality": 100}]
+)
 @pytest.mark.parametrize("more", [b"", b"a phone's trailer"])
 def test_jpeg_that_was_cut_and_closed_is_found(tmp_path, options, more):
     """A decoder fills the rest with grey, without a word."""
     path = tmp_path / "x.jpg"
     photograph("coffee", 256, 256).save(path, exif=thumbnail(), **options)
     whole = path.read_bytes()
-    path.write_bytes(whole + more)
+    at = whole.index(b"\xff\xdb")  # bytes may fill the space before a marker
+    path.write_bytes(whole[:at] + b"\xff\xff" + whole[at:] + more)
     verify_image(path)
     for kept in (len(whole) * 3 // 4, len(whole) - 600) if "progressive" not in options else (len(whole) * 3 // 4,):
         path.write_bytes(whole[:kept] + b"\xff\xd9" + more)
@@ -233,7 +251,7 @@ def unreadable(path, kind):
     [
         ("pipe", "it is a pipe or a device"),
         ("dangling", "it is a link to /nowhere/x.png, which is not there"),
-        ("floats", "its pixels are floating-point numbers"),
+        ("floats", "its pixels are neither of 8 nor of 16 bits"),
         ("giant", "it has more than 179 megapixels, shrink it$"),
         ("empty", "it is empty or no image"),
     ],
