@@ -241,13 +241,8 @@ def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
     """Return the edits of sample_root: of its images, or without images, samples from its texts."""
     path = Path(str(root)).expanduser()
     no_images = path.is_dir() and not Listing.of(path).images
-    texts = (
-        sorted(one for one in path.glob("*.txt") if not is_clutter(one.name))
-        if no_images
-        else [path]
-        if path.suffix == ".txt"
-        else []
-    )
+    named = sorted(path.glob("*.txt")) if no_images else [path] if path.suffix == ".txt" else []
+    texts = [one for one in named if not is_clutter(one.name)]
     prompts = [prompt for text in texts for prompt in text_prompts(read_text(text))]
     image = None if texts else root
     return EditsDataModule(image, prompts, None, None, [seed], [1.0], None, None, max_area, 1, "sample_root")

@@ -23,10 +23,8 @@ def diverged(losses: Sequence[float]) -> str | None:
         later = known[start : start + STEPS]
         before = min((factor * statistics.median(known[:n]), n) for n, factor in FIRST_STEPS.items() if n <= start)
         if min(later) > max(before[0], USELESS):
-            rises = (
-                f"the loss rises, from {statistics.median(known[: before[1]]):.3g} to {statistics.median(later):.3g}"
-            )
-            return f"{rises}: train again with a third of optimizer.lr ({PAGE})"
+            start_loss, now = statistics.median(known[: before[1]]), statistics.median(later)
+            return f"the loss rises, from {start_loss:.3g} to {now:.3g}: train with a third of optimizer.lr ({PAGE})"
     return None
 
 

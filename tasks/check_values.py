@@ -41,11 +41,8 @@ class Number:
     def allows(self, value: Any) -> bool:
         """Return whether a setting may have this value."""
         if type(value) in self.also:
-            return (
-                bool(value)
-                and len(value) == (self.length or len(value))
-                and all(map(self._is_number, value.values() if isinstance(value, dict) else value))
-            )
+            right_length = len(value) == self.length if self.length else bool(value)
+            return right_length and all(map(self._is_number, value.values() if isinstance(value, dict) else value))
         return value in self.also or (self.alone and self._is_number(value))
 
     def _is_number(self, value: Any) -> bool:

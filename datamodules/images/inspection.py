@@ -180,7 +180,7 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageF
     if wordless := [prompt for prompt in sample.prompts if not any(map(str.isalpha, prompt))]:
         found.append((Kind.NO_CAPTION, f'no letters in "{wordless[0][:20]}"' if wordless[0] else "no words"))
     if (line := wrapped_line(sample.prompts)) is not None:
-        found.append((Kind.WRAPPED, f'after "{line[-30:]}"'))
+        found.append((Kind.WRAPPED, f'after "...{line[-27:]}"'))
     findings = [Finding(kind, sample.key, figure, sample) for kind, figure in found]
     target, control = seen.get(sample.target), seen.get(sample.controls[0]) if sample.controls else None
     return Inspected(findings, *(None if one is None else one.print() for one in (target, control)))
