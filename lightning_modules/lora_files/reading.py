@@ -59,6 +59,8 @@ LONGEST_MATCH = 0.1  # seconds
 _compiled = lru_cache(4096)(regex.compile)
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+# The name of one of peft's adapters.
+ADAPTER = re.compile(r"\.lora_[AB]\.([^.]+)\.weight$")
 # owner/name, or owner/name/FILE.
 ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
@@ -179,7 +181,9 @@ class LoRAFile:
     def parts(self) -> dict[str, dict[str, str]]:
         """Names of each layer's tensors (alpha and those of the delta), by the file's name of the layer."""
         layers: dict[str, dict[str, str]] = {}
-        others = []
+        others, adapters = [], {one[1]: key for key in self.shapes if (one := ADAPTER.search(key))}
+        if len(adapters) > 1:
+            raise self._error(f"contains several adapters ({_some_keys([*adapters.values()])}). Name one")
         for key in self.shapes:
             name, part = split_key(key)
             if ignored(key):

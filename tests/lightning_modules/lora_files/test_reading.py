@@ -91,6 +91,16 @@ FILES = {
         stored({key.replace(".weight", f".{name}.weight"): one for key, one in GOOD.items() for name in "ab"}),
         "contains several adapters",
     ),
+    "two adapters in different layers": (
+        stored(
+            {
+                f"{layer}.lora_{half}.{name}.weight": GOOD[f"{LAYER}.lora_{half}.weight"]
+                for layer, name in ((LAYER, "default"), (LAYER.replace("to_q", "to_k"), "second"))
+                for half in "AB"
+            }
+        ),
+        "contains several adapters",
+    ),
     "many names": (
         stored({f"{'y' * 400}{number}.lora_{half}.weight": torch.ones(4, 4) for half in "AB" for number in range(99)}),
         "is not in the model and 96 more",
