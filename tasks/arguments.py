@@ -220,9 +220,9 @@ def _checked(setting: str, known: Declared) -> str:
         given = OverridesParser.create().parse_override(setting)
     except HydraException as error:
         key, _, value = setting.partition("=")
-        raise UserError(
-            f"{setting}: {_first_line(error)}. If the value is text, quote it twice: {key}='\"{value}\"'."
-        ) from error
+        text = f"If the value is text, quote it twice: {key}='\"{value}\"'."
+        hint = f"Keys of a mapping have no quotes: {key}='{{KEY:VALUE}}'." if value.startswith("{") else text
+        raise UserError(f"{setting}: {_first_line(error)}. {hint}") from error
     key = given.key_or_group
     if key.startswith("hydra") or "@" in setting.partition("=")[0]:
         return setting

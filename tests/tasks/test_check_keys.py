@@ -90,6 +90,11 @@ def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(comp
         ("train", "model=flux_kontext tlora", "tlora: it is not KEY=VALUE. Write adapter=tlora."),
         ("train", "model=flux_kontext nothing", "nothing: it is not KEY=VALUE. Write GROUP=NAME or KEY=VALUE."),
         ("train", "dry_run", "dry_run: it is not KEY=VALUE. Write task=dry_run."),
+        (
+            "train",
+            "'adapter.rank_pattern={\"a.*\":4}'",
+            "Keys of a mapping have no quotes: adapter.rank_pattern='{KEY:VALUE}'.",
+        ),
         ("train", f"'{ROOT}/assets'", f"assets: it is not KEY=VALUE. Write data.root={ROOT}/assets."),
         ("predict", f"'{ROOT}/assets'", f"Write image={ROOT}/assets."),
         ("predict", "steps=5", "Did you mean num_inference_steps?"),
