@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from datamodules.locks import holder
+from tasks.arguments import quote_values
 from tests.support.commands import compose, run_task, short
 from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_captioners import build_captioner
@@ -178,7 +179,7 @@ def test_the_data_of_a_run_are_its_settings_also_in_its_commands(client, outputs
     assert "trained at 32x16" in answer.text
     assert "held out" in answer.text
     words = shlex.split(html.unescape(re.search('name="settings" value="(.*?)"', answer.text)[1]))
-    assert compose("predict", *words).data == cfg.data
+    assert compose("predict", *quote_values(words)).data == cfg.data
 
 
 def test_after_an_edit_in_the_page_training_encodes_that_sample_alone(client, run, tiny, root, tmp_path, opened):
