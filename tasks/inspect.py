@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from PIL import Image, ImageChops, ImageOps
 
 from datamodules.errors import UserError, count_of, printable
-from datamodules.images.decoding import open_image
+from datamodules.images.decoding import open_image, open_mask
 from datamodules.images.inspection import Finding, Kind, inspect_sample, look, repeated
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
@@ -111,7 +111,7 @@ def _panel(findings: list[Finding]) -> Panel:
         change = ImageChops.difference(control, target)
         images[f"difference x {STRONGER}"] = change.point(lambda level: min(255, STRONGER * level))
     elif kind is Kind.MASK and sample.mask is not None:
-        images["mask"] = _open(sample.mask)
+        images["mask"] = _open(sample.mask, mask=True)
     elif other is not None:
         role, path = (
             ("control", other.controls[0]) if findings[0].figure.startswith("control") else ("target", other.target)
@@ -122,9 +122,9 @@ def _panel(findings: list[Finding]) -> Panel:
     return Panel(np.asarray(labelled_row(framed)), f"{sample.key[-92:]}\n{faults}", sample.prompts[0])
 
 
-def _open(path: ImageFile) -> Image.Image:
-    """Return a small copy; grey for a file that cannot be read."""
+def _open(path: ImageFile, mask: bool = False) -> Image.Image:
+    """Return a small copy, of a mask its weights; grey for a file that cannot be read."""
     try:
-        return ImageOps.contain(open_image(path, BOX[0] * BOX[1]), BOX)
+        return ImageOps.contain(open_mask(path).convert("RGB") if mask else open_image(path, BOX[0] * BOX[1]), BOX)
     except UserError:
         return Image.new("RGB", BOX, "lightgray")

@@ -94,12 +94,13 @@ class DataPage:
 
     def image(self, request: Request) -> Response:
         """Return an image of a sample."""
-        from datamodules.images.decoding import open_image
+        from datamodules.images.decoding import open_image, open_mask
 
         asked, buffer = request.query_params, io.BytesIO()
         sample = entry(entry(self.sets, asked.get("set"))["samples"], asked.get("sample"))
         with DECODING:
-            small = open_image(entry(images_of(sample), asked.get("part")), SMALL * SMALL)
+            path = entry(images_of(sample), part := asked.get("part"))
+            small = open_mask(path) if part == "mask" else open_image(path, SMALL * SMALL)
         small.thumbnail((SMALL, SMALL))
         small.save(buffer, format="WEBP", quality=85)
         return Response(buffer.getvalue(), 200, {"cache-control": "private, max-age=600"}, "image/webp")

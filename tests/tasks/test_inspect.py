@@ -6,6 +6,8 @@ import hashlib
 import pytest
 from PIL import Image
 
+from datamodules.images.samples import Alpha
+from tasks.inspect import _open
 from tests.support.commands import run_task
 from tests.support.faults import picture, save_faults
 
@@ -69,3 +71,12 @@ def test_pictures_without_controls_are_inspected_too(repositories, tmp_path):
     (root / "again.txt").unlink()
     assert "nothing found in 2 samples" in run_task("inspect", *settings)
     assert not list(output.iterdir()), "what was found before is not left there"
+
+
+def test_the_sheet_shows_a_mask_as_it_weights_the_loss(tmp_path):
+    image = Image.new("RGBA", (64, 48), "black")
+    image.putalpha(Image.linear_gradient("L").resize((64, 48)))
+    image.save(tmp_path / "x.png")
+    for mask in (tmp_path / "x.png", Alpha(tmp_path / "x.png")):
+        assert _open(mask, mask=True).resize((64, 48)).getpixel((5, 47))[0] > 240, "black where it is opaque"
+    assert _open(tmp_path / "x.png").resize((64, 48)).getpixel((5, 47))[0] < 9

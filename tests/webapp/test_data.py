@@ -1,6 +1,7 @@
 """The tab Data: samples with their crops and findings, and captions that are edited in place."""
 
 import html
+import io
 import json
 import re
 import shlex
@@ -77,6 +78,18 @@ def test_the_crop_the_mask_and_the_caption_of_each_sample_are_shown_and_every_te
         assert (image.status_code, image.headers["content-type"]) == (200, "image/webp")
     assert keys(client.get("/data", params={"set": opened, "show": "no caption"})) == ["01"]
     assert f"python predict.py task=inspect data=cached data.root={root} data.batch_size=2 output_dir=" in answer.text
+
+
+def test_a_mask_is_shown_as_it_weights_the_loss(client, root):
+    shape = Image.new("L", (100, 72))
+    shape.paste(255, (0, 0, 50, 72))
+    image = Image.new("RGBA", (100, 72), "black")
+    image.putalpha(shape)
+    image.save(root / "training_images/03_mask.png")
+    answer = scan(client, f"data=cached data.root={root} data.batch_size=2")
+    asked = {"set": dict(answer.url.params)["set"], "sample": "03", "part": "mask"}
+    shown = Image.open(io.BytesIO(client.get("/data/image", params=asked).content)).convert("L")
+    assert [shown.getpixel((x, 36)) for x in (10, 90)] == pytest.approx([255, 0], abs=9)
 
 
 def test_samples_with_findings_come_first_with_their_remedy(client, outputs, root, opened):
