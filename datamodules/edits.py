@@ -268,7 +268,8 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
     read = (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES)
-    others = Counter(f"*{one.suffix}" for one in found if one.is_file() and one.suffix.lower() not in read)
+    left_out = [one for one in found if one.is_file() and one.suffix.lower() not in read and not is_clutter(one.name)]
+    others = Counter(f"*{one.suffix}" for one in left_out)
     unread = f"{listing([f'{kind} ({count})' for kind, count in others.items()])}: none of {FORMATS}"
     edits = []
     for folder, names in itertools.groupby(sorted(one for one in found if is_image(one.name)), lambda one: one.parent):

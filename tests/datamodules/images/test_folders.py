@@ -509,7 +509,7 @@ def captioned_in_with(root, per_line):
 
 
 def test_images_that_prediction_leaves_out_are_named(tmp_path, caplog):
-    write(tmp_path / "mixed", "a.png", "b.heic", "c.gif", "d.gif", "a.txt")
+    write(tmp_path / "mixed", "a.png", "b.heic", "c.gif", "d.gif", "a.txt", "Thumbs.db", "desktop.ini")
     write(tmp_path / "phone", "b.heic")
     with caplog.at_level("WARNING", "retouch"):
         assert [path.name for [path] in find_images(str(tmp_path / "mixed"))] == ["a.png"]
