@@ -19,12 +19,13 @@ PAGE = "docs/first-edit.md"
 def diverged(losses: Sequence[float]) -> str | None:
     """Return a line about a loss that has risen beyond doubt; None if it has not."""
     known = [loss for loss in losses if math.isfinite(loss)]
+    medians = {n: statistics.median(known[:n]) for n in FIRST_STEPS if len(known) >= n}
     for start in range(min(FIRST_STEPS), len(known) - STEPS + 1):
         later = known[start : start + STEPS]
-        before = min((factor * statistics.median(known[:n]), n) for n, factor in FIRST_STEPS.items() if n <= start)
-        if min(later) > max(before[0], USELESS):
-            start_loss, now = statistics.median(known[: before[1]]), statistics.median(later)
-            return f"the loss rises, from {start_loss:.3g} to {now:.3g}: train with a third of optimizer.lr ({PAGE})"
+        most, before = min((FIRST_STEPS[n] * median, median) for n, median in medians.items() if n <= start)
+        if min(later) > max(most, USELESS):
+            now = statistics.median(later)
+            return f"the loss rises, from {before:.3g} to {now:.3g}: train with a third of optimizer.lr ({PAGE})"
     return None
 
 
