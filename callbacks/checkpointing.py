@@ -61,12 +61,12 @@ class RaiseCheckpointing(L.Callback):
         # All processes use the largest consumption and the smallest free memory.
         together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
         excess, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
-        if excess == math.inf:  # a process has no estimate
-            return
-        policy = choose_policy(needs, excess, -less)
+        policy = "full"
+        if excess < math.inf:  # else a process has no estimate
+            policy = choose_policy(needs, excess, -less)
+            taken, usable = round(max(1, excess) * needs[policy]), round(-USABLE * less)
+            log.info(
+                f"model.gradient_checkpointing=auto is {policy}: a step takes {decimal(taken)} of the "
+                f"{decimal(usable)} that are free"
+            )
         pl_module.execution.set_checkpointing(pl_module.transformer, policy)
-        taken, usable = round(max(1, excess) * needs[policy]), round(-USABLE * less)
-        log.info(
-            f"model.gradient_checkpointing=auto is {policy}: a step takes {decimal(taken)} of the {decimal(usable)} "
-            "that are free"
-        )

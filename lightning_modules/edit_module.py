@@ -143,11 +143,14 @@ class EditModule(L.LightningModule, Family):
                 self.sampler.use(self.transformer, self.base.source if chosen else None)
                 self.sampler.loras.load(self.transformer, self.base)
                 self.execution.prepare(self.transformer)
+                self.execution.compile_to_sample(self.transformer)
 
     def _load_to_train(self) -> None:
         mesh = None if self.device_mesh is None else self.device_mesh["data_parallel"]
-        data = None if self._trainer is None else PairsDataModule.of(self.trainer)
-        self.transformer = self.execution.load_to_train(mesh, data)
+        run, data, passes = self._trainer, None, 0
+        if run is not None:
+            data, passes = PairsDataModule.of(run), run.max_steps * run.accumulate_grad_batches
+        self.transformer = self.execution.load_to_train(mesh, data, passes)
         self.sampler.use(self.transformer)
         self.text_encoders = self.execution.text_encoders_to_train()
         self.encoder.trains_text_encoders = len(self.text_encoders) > 0

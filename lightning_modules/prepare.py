@@ -17,15 +17,10 @@ from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapters
 from lightning_modules.adapters.rank_mask import Gate, RankGate
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
-from lightning_modules.execution.blocks import (
-    cast_inputs_once,
-    check_attention_backend,
-    compile_blocks,
-    compute_dtype,
-    set_attention_backend,
-    trim_last_block,
-)
+from lightning_modules.execution.attention import check_attention_backend, set_attention_backend
+from lightning_modules.execution.blocks import cast_inputs_once, compute_dtype, trim_last_block
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
+from lightning_modules.execution.compilation import compile_blocks, compiles
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights, streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.pretrained.checks import note_once
@@ -43,6 +38,7 @@ class Execution:
     Attributes:
         training_adapter: another one, frozen, while it trains.
         direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
+        compiles: whether blocks are compiled.
     """
 
     def __init__(self, family: Family, base: FrozenBase, settings: ModelSettings, adapter: Adapter | None) -> None:
@@ -52,7 +48,9 @@ class Execution:
         trains_with = None if adapter is None else settings.training_adapter
         self.training_adapter = None if trains_with is None else TrainingAdapter(trains_with)
         self.checkpointing = read_policy(settings.gradient_checkpointing)
-        self.compile_blocks = settings.compile
+        self.compile = settings.compile
+        self.compiles = False
+        self._dynamic: bool | None = None
         self.attention_backend = settings.attention_backend
         self.offload = settings.offload
         self.direction: Gate | None = None
@@ -93,12 +91,13 @@ class Execution:
         if self.base.name == EMBEDDED and data.roots not in ([], ["drawn shapes"]):
             note_once("model=embedded knows drawings only, to see that your data works. Choose another for photographs")
 
-    def load_to_train(self, mesh: Any, data: PairsDataModule | None) -> Any:
+    def load_to_train(self, mesh: Any, data: PairsDataModule | None, passes: int) -> Any:
         """Load the transformer with its adapter, ready to train.
 
         Args:
             mesh: of the GPUs that it is split over; None if each process has the whole transformer.
             data: to compile for; None if unknown.
+            passes: forward and backward passes of the run.
         """
         self.direction = None
         transformer = self.base.load_transformer(sharded=mesh is not None)
@@ -107,11 +106,12 @@ class Execution:
             self.training_adapter.load(transformer, self.base)
         if self.offload["activations"]:
             self._activations = ActivationOffload(self.base.device, all_weights(transformer))
-        dynamic = None
-        if self.compile_blocks and data is not None:
-            dynamic = not data.is_uniform(partial(self.family.prompt_shapes, self.base.source.config()))
-        self.prepare(transformer, dynamic)
-        self.set_checkpointing(transformer, "full" if self.checkpointing == "auto" else self.checkpointing)
+        self.prepare(transformer)
+        self.compiles = compiles(self.compile, self.base.device, passes)
+        if self.compiles and data is not None:
+            self._dynamic = not data.is_uniform(partial(self.family.prompt_shapes, self.base.source.config()))
+        policy = "full" if self.checkpointing == "auto" else self.checkpointing
+        self.set_checkpointing(transformer, policy, is_final=not self.searches_checkpointing)
         if mesh is not None:
             from lightning_modules.execution.fsdp import shard
 
@@ -141,11 +141,8 @@ class Execution:
                 found[name] = part.eval()
         return found
 
-    def prepare(self, transformer: Any, dynamic: bool | None = None) -> None:
-        """Move the transformer to its device, set its kernels and compile it, after quantization and adapters.
-
-        Args:
-            dynamic: of `compile_blocks`.
+    def prepare(self, transformer: Any) -> None:
+        """Move the transformer to its device and set its kernels, after quantization and adapters.
 
         Raises:
             UserError: this machine or these weights do not support it.
@@ -156,9 +153,12 @@ class Execution:
         for module in transformer.modules():
             tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
             vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
-        set_attention_backend(transformer, self.attention_backend)
-        if self.compile_blocks:
-            compile_blocks(transformer, dynamic)
+        set_attention_backend(transformer, self.attention_backend, self.base.device)
+
+    def compile_to_sample(self, transformer: Any) -> None:
+        """Compile a prepared transformer for prediction, if configured."""
+        if compiles(self.compile, self.base.device, passes=0):
+            compile_blocks(transformer, None)
 
     def stream_blocks(self, transformer: Any) -> None:
         """Make the offloaded blocks move to the device when they compute; adapters must be in place."""
@@ -179,14 +179,19 @@ class Execution:
         waits = self.offload["blocks"] or self.offload["activations"]
         return self.checkpointing == "auto" and self.base.device.type == "cuda" and not waits
 
-    def set_checkpointing(self, transformer: Any, policy: str) -> None:
-        """Make the following steps keep what this policy says."""
+    def set_checkpointing(self, transformer: Any, policy: str, is_final: bool = True) -> None:
+        """Make the following steps keep what this policy says, and compile the blocks if it is the final one."""
 
         def bind(block: nn.Module) -> Callable[..., Any]:
             again = self.adapter.bind_rank_mask(block)
             return again if self.direction is None else self.direction.bind(again)
 
-        set_checkpointing(transformer, policy, bind, self.compile_blocks)
+        compiles = self.compiles and is_final
+        # Recomputed in their graphs, except streamed blocks, whose weights are not there in the backward pass.
+        in_graphs = policy if compiles and not self.offload["blocks"] else "none"
+        set_checkpointing(transformer, policy if in_graphs == "none" else "none", bind)
+        if compiles:
+            compile_blocks(transformer, self._dynamic, in_graphs)
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         """Temporarily offload the tensors that autograd saves, if configured; around a training step's forward."""
@@ -194,7 +199,7 @@ class Execution:
 
     def without_compiling(self) -> AbstractContextManager[Any]:
         """Temporarily run compiled blocks eagerly: graphs are for training steps, sampled images have other sizes."""
-        return torch.compiler.set_stance("force_eager") if self.compile_blocks else nullcontext()
+        return torch.compiler.set_stance("force_eager") if self.compiles else nullcontext()
 
     @contextmanager
     def for_inference(self) -> Iterator[None]:

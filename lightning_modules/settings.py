@@ -28,8 +28,8 @@ class ModelSettings:
         offload: to CPU memory: `encoders`, whether the other components make room for a loaded transformer; `blocks`, a
             number of the transformer's blocks; `activations`, whether those of a training step.
         gradient_checkpointing: of `read_policy`; `auto` is `full` until `Execution.set_checkpointing`.
-        compile: whether the transformer's blocks are compiled.
-        attention_backend: diffusers' name of an attention kernel; None for PyTorch's choice.
+        compile: whether the transformer's blocks are compiled; `auto` for long runs on CUDA.
+        attention_backend: of `set_attention_backend`.
         training_adapter: a frozen LoRA that is active in training steps; None for no LoRA.
         timesteps: the distribution of training timesteps.
         vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
@@ -52,7 +52,7 @@ class ModelSettings:
     quantization: Quantization | None
     offload: Mapping[str, Any]
     gradient_checkpointing: bool | str
-    compile: bool
+    compile: bool | str
     attention_backend: str | None
     training_adapter: str | None
     timesteps: TimestepLaw

@@ -69,10 +69,10 @@ class Switch(Number):
     """True or false."""
 
     def allows(self, value: Any) -> bool:
-        return isinstance(value, bool)
+        return isinstance(value, bool) or value in self.also
 
     def __str__(self) -> str:
-        return "true or false"
+        return " or ".join(["true", "false", *self.also])
 
 
 COUNT, COUNT_OR_NONE = Number(1, whole=True), Number(0, whole=True)
@@ -85,13 +85,14 @@ RESOLUTION = Number(16, 4096, whole=True)
 _SETTINGS: dict[Number, str] = {
     Switch(): """
         trainer.enable_checkpointing trainer.enable_model_summary trainer.enable_progress_bar
-        trainer.use_distributed_sampler model.compile model.offload.encoders model.offload.activations data.upscale
+        trainer.use_distributed_sampler model.offload.encoders model.offload.activations data.upscale
         data.flip data.caption_per_line data.alpha_mask early_stopping callbacks.validation.early_stopping hub.private
         adapter.full_matrix adapter.use_rslora adapter.text_encoders optimizer.fused optimizer.nesterov
         optimizer.decouple optimizer.use_bias_correction optimizer.safeguard_warmup optimizer.scale_parameter
         optimizer.relative_step optimizer.warmup_init model.quantization.rotation captioner.quantization.rotation fuse
         delete overwrite
     """,
+    Switch(also=("auto",)): "model.compile",
     SEED: "seed model.seed data.seed data.source.seed adapter.seed objective.seed callbacks.sample_images.seed",
     COUNT: """
         trainer.num_nodes trainer.max_steps trainer.accumulate_grad_batches trainer.log_every_n_steps

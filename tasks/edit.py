@@ -41,7 +41,8 @@ def kept_or_new(cfg: DictConfig) -> Any:
         kept.clear()
         gc.collect()  # layers and hooks refer to each other
         kept |= {"module": (module := frozen_model(cfg)), "settings": settings}
-        module.stays_loaded = not (cfg.model.compile or cfg.model.offload.blocks)  # other LoRAs need other blocks
+        # Other LoRAs need other blocks.
+        module.stays_loaded = not (cfg.model.compile is True or cfg.model.offload.blocks)
         module.base.timer.listeners += [partial(print, flush=True), lambda _: stop.check()]
     return kept["module"]
 

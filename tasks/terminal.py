@@ -21,7 +21,6 @@ from runs.signals import Stopped, stop
 
 log = logging.getLogger("retouch")
 
-COMPILERS = ("torch._dynamo", "torch._inductor")
 # No space, no permission, no such folder: a user can do something about these.
 DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES),
@@ -144,11 +143,11 @@ def silence_libraries() -> None:
     import transformers.utils.logging
 
     # Importing lightning sets its level: this must come after.
-    for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub"):
+    for name in (lightning.pytorch.__name__, "lightning.fabric", "huggingface_hub", "torch._higher_order_ops.wrap"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # Names the failed process before it kills the others.
     logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
-    for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp", "huggingface_hub"):
+    for name in ("lightning", "peft", "bitsandbytes", "torch.distributed.fsdp", "torch._inductor", "huggingface_hub"):
         warnings.filterwarnings("ignore", module=name)
     # adapter=full under autocast: norms with float32 weights.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -227,15 +226,15 @@ def line_for_users(error: BaseException) -> str | None:
     import torch
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+    from lightning_modules.execution.compilation import why_not_compiled
     from runs.shares import is_lost_peer
 
     if is_lost_peer(error):
         return LOST_PEER
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
-    if type(error).__module__.startswith(COMPILERS):
-        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
-        return f"model.compile=true does not run here: {lines[0] if lines else type(error).__name__}; leave it out"
+    if (cause := why_not_compiled(error)) is not None:
+        return f"torch.compile failed: {cause}. Set model.compile=false."
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}"
     if isinstance(error, MisconfigurationException):

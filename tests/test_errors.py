@@ -172,7 +172,7 @@ def test_full_disk_leaves_the_previous_files(run, gallery, copied, tiny, pairs):
 
 def test_compiling_that_fails_is_one_line():
     error = torch._dynamo.exc.InternalTorchDynamoError("backend='inductor' raised:\nNo C++ compiler found in x\n\nmore")
-    assert line_for_users(error) == "model.compile=true does not run here: No C++ compiler found in x; leave it out"
+    assert line_for_users(error) == "torch.compile failed: No C++ compiler found in x. Set model.compile=false."
 
 
 def test_out_of_memory_names_settings():

@@ -20,9 +20,10 @@ from lightning_modules.adapters.peft_layers import (
     lora_layers,
     set_weight,
     use_weight,
+    used_weight,
 )
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.execution.blocks import without_autocast
+from lightning_modules.execution.blocks import compute_dtype, without_autocast
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
@@ -87,6 +88,9 @@ class LoRA(DeltaAdapter):
             parameter.data = parameter.data.float()
         # Autocast casts the weights. A float32 copy of each input, as by peft, would be kept in 16 bits too.
         cast_inputs(transformer, False)
+        for layer in lora_layers(transformer, ADAPTER).values():
+            layer.register_forward_pre_hook(_cast_once)
+            layer.lora_variant[ADAPTER] = InOneProduct()
         self.initialize(transformer)
 
     def initialize(self, transformer: nn.Module) -> None:
@@ -155,6 +159,46 @@ class LoRA(DeltaAdapter):
 
     def __str__(self) -> str:
         return f"{self.kind} rank {self.ranks}, alpha {self.ranks.alpha:g}"
+
+
+def _cast_once(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast a layer's input to the dtype of its products, of which each would cast and keep its own."""
+    return inputs[0].to(compute_dtype(inputs[0])), *inputs[1:]
+
+
+class InOneProduct:
+    """The variant of peft's LoRA layers that adds the update within the product that computes it."""
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """x (..., in) and y = W x + b (..., out) -> y + s B A x, in y's memory."""
+        hidden = module.lora_A[active_adapter](module.lora_dropout[active_adapter](x))
+        up, scale = used_weight(module.lora_B[active_adapter]), module.scaling[active_adapter]
+        hidden = hidden if scale == 1 else scale * hidden
+        if torch.compiler.is_compiling() or result._is_view():
+            sums = torch.addmm(result.flatten(0, -2), hidden.flatten(0, -2), up.t())
+            return sums.view(result.shape)
+        return _AddProduct.apply(result, hidden.to(result.dtype), up.to(result.dtype))
+
+
+class _AddProduct(torch.autograd.Function):
+    """y (..., out), h (..., r), B (out, r) -> y + h B^T, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, hidden: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, up)
+        ctx.mark_dirty(y)
+        y.view(-1, len(up)).addmm_(hidden.view(-1, up.shape[1]), up.t())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, up = ctx.saved_tensors
+        rows = grad.reshape(-1, len(up))
+        with without_autocast(grad.device):
+            hidden_grad = (rows @ up).view(hidden.shape)
+            up_grad = rows.t() @ hidden.view(-1, up.shape[1]) if ctx.needs_input_grad[2] else None
+        return grad, hidden_grad, up_grad
 
 
 class DoRA(LoRA):

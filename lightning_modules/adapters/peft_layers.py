@@ -115,6 +115,11 @@ def get_weight(half: Any) -> Tensor:
     return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight().detach()
 
 
+def used_weight(half: Any) -> Tensor:
+    """Return the matrix that a projection computes with, with its gradient."""
+    return half.weight if isinstance(half, nn.Linear) else half.used_weight()
+
+
 def use_weight(half: Any, weight: Tensor | None) -> None:
     """Compute with this matrix, without changing the trainable one; None ends it for other modules than linear ones."""
     if not isinstance(half, nn.Linear):

@@ -94,8 +94,12 @@ class OrthoHalf(nn.Module):
         """Copy a matrix that `lora_weight` returned."""
         raise NotImplementedError
 
+    def used_weight(self) -> Tensor:
+        """Return the matrix that it computes with."""
+        return self.lora_weight() if self.inference_weight is None else self.inference_weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.lora_weight() if self.inference_weight is None else self.inference_weight)
+        return F.linear(x, self.used_weight())
 
 
 class OrthoDown(OrthoHalf):

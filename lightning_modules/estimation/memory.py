@@ -20,7 +20,7 @@ from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
 from lightning_modules.estimation.flops import all_components, empty_latents
-from lightning_modules.execution.checkpointing import AUTO, set_checkpointing
+from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
 from lightning_modules.prepare import Execution
@@ -193,9 +193,7 @@ class FakeStep:
 
     def peak(self, policy: str) -> int:
         """Return the most bytes, besides weights, that it holds with this `gradient_checkpointing`."""
-        # Compiled blocks keep what `selective` does.
-        kept = "selective" if policy == "none" and self.execution.compile_blocks else policy
-        set_checkpointing(self.transformer, kept, self._bind)
+        set_checkpointing(self.transformer, policy, self._bind)
         with self._mode, self._memory, OnCuda(self.dtype), all_components(self.execution, len(self._x_t), "cpu"):
             self._memory.restart()
             with torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext():
@@ -241,7 +239,7 @@ def policy_needs(execution: Execution, data: PairsDataModule, passes: Passes) ->
     family, base = execution.family, execution.base
     heaviest = heaviest_batch(family, base, data)
     step = FakeStep(execution, empty_latents(family, base, heaviest.size, heaviest.samples, heaviest.caption), passes)
-    return {policy: step.peak(policy) for policy in AUTO}, heaviest.tokens
+    return {policy: step.peak(policy) for policy in POLICIES}, heaviest.tokens
 
 
 def choose_policy(needs: Mapping[str, int], excess: float, free: float) -> str:
@@ -252,5 +250,5 @@ def choose_policy(needs: Mapping[str, int], excess: float, free: float) -> str:
         excess: bytes of a real step relative to its estimate; more than 1 corrects all estimates.
         free: bytes besides the weights and the optimizer's state.
     """
-    fitting = (policy for policy in AUTO if max(1, excess) * needs[policy] <= USABLE * free)
-    return next(fitting, AUTO[-1])
+    fitting = (policy for policy in POLICIES if max(1, excess) * needs[policy] <= USABLE * free)
+    return next(fitting, POLICIES[-1])

@@ -1,20 +1,11 @@
-"""The blocks of a transformer: finding them, dtypes under autocast, kernels, and the last block's shortcut."""
+"""The blocks of a transformer: finding them, dtypes under autocast, and the last block's shortcut."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from datamodules.errors import UserError
-from datamodules.files import reason
-
-# Attention kernels without a backward pass, or with a wrong one (cuDNN's).
-INFERENCE_ONLY = ("sage", "_sage", "_native_cudnn")
-# Graphs that a list of blocks may need: by sizes, single samples, padding, and gradients of the inputs.
-GRAPHS = 16
 
 
 def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
@@ -144,52 +135,3 @@ def ignored_by_ddp(module: nn.Module) -> list[str]:
         for name, _ in block.named_parameters()
         if name.startswith(tuple(f"{layer}." for layer in last.unread))
     ]
-
-
-def check_attention_backend(name: str | None, trains: bool = False) -> None:
-    """Raise a UserError for an attention backend that diffusers does not know, or that cannot train."""
-    if name is None:
-        return
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
-    known = [backend.value for backend in AttentionBackendName]
-    if name not in known:
-        raise UserError(f"model.attention_backend={name}: diffusers has {', '.join(known)}")
-    if trains and name.startswith(INFERENCE_ONLY):
-        raise UserError(f"model.attention_backend={name} has no right backward pass: use it in prediction only")
-
-
-def set_attention_backend(transformer: Any, name: str | None) -> None:
-    """Set an attention kernel of diffusers, None for PyTorch's without cuDNN; raise a UserError if it fails."""
-    # PyTorch from 2.11 on prefers cuDNN on an H100 or H200, whose gradients are wrong where the output is a part of a
-    # larger tensor, as in FLUX's single blocks (benchmarks/README.md), or NaN (PyTorch's issue 196678).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if name is None:
-        return
-    from diffusers.models.attention_dispatch import attention_backend
-
-    try:
-        with attention_backend(name):  # diffusers would also change the default of all other models
-            transformer.set_attention_backend(name)
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise UserError(f"model.attention_backend={name} cannot be used here: {reason(error)}") from error
-
-
-def compile_blocks(transformer: Any, dynamic: bool | None) -> None:
-    """Compile the blocks, one graph for all that are alike.
-
-    Their forwards are compiled, not their calls: hooks, which stream or gather blocks, stay outside.
-
-    Args:
-        dynamic: whether one graph serves all sizes; None compiles one for the first size and another for a second.
-    """
-    found = blocks(transformer)
-    # Several lists may have one class (Z-Image has three): their graphs differ but count as one function's.
-    lists = len({name.rpartition(".")[0] for name in found})
-    compiled = partial(torch.compile, fullgraph=True, dynamic=dynamic, recompile_limit=lists * GRAPHS)
-    for block in found.values():
-        forward = block.forward
-        if isinstance(forward, LastBlock):
-            forward.full, forward.compute = compiled(forward.full), compiled(forward.compute)
-        else:
-            block.forward = compiled(forward)

@@ -17,7 +17,7 @@ from tests.support.commands import compose, lora_bytes, short
 
 
 def test_the_least_recomputation_that_fits_is_chosen():
-    needs = {"none": 480, "every_2": 260, "full": 46}
+    needs = {"none": 480, "every_2": 260, "attention": 76, "full": 46}
     for policy, size in needs.items():
         assert choose_policy(needs, 0.5, size / USABLE) == choose_policy(needs, 1.5, 1.5 * size / USABLE) == policy
     assert choose_policy(needs, 1, 0) == "full"
@@ -74,7 +74,7 @@ def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pai
     [
         ("cuda", [], True),
         ("cpu", [], False),
-        ("cuda", ["model.gradient_checkpointing=selective"], False),
+        ("cuda", ["model.gradient_checkpointing=attention"], False),
         ("cuda", ["model.offload.blocks=2"], False),
         ("cuda", ["model.offload.activations=true"], False),
     ],

@@ -15,7 +15,7 @@ from tests.support.tiny_pipelines import MODELS
 FP8, INT8, NF4 = ([f"model/quantization={format}"] for format in ("fp8", "int8_w8a8", "nf4"))
 STREAMED = ["model.offload.blocks=2", "model.gradient_checkpointing=full", "model.offload.activations=true"]
 PLAIN = ["model.gradient_checkpointing=none"]
-OFFLOADED = ["model.gradient_checkpointing=selective", "model.offload.activations=true"]
+OFFLOADED = ["model.gradient_checkpointing=attention", "model.offload.activations=true"]
 
 # The family that stands for the others where these do nothing of their own.
 WHOLE = "qwen_image_edit_plus"

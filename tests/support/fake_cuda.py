@@ -210,11 +210,11 @@ def swap_tensors(one, other, swap=torch.utils.swap_tensors):
 
 @contextmanager
 def fake_cuda():
-    """A `FakeCuda` of compute capability 9.0, beside which there is nothing that is CUDA's own."""
+    """A `FakeCuda` of compute capability 8.9, beside which nothing is CUDA's own; cuDNN would need a driver."""
     cuda, stream = FakeCuda(), mock.Mock()
     replaced = [
         (F, "scaled_dot_product_attention", cuda.attend),
-        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "get_device_capability", lambda device: (8, 9)),
         (torch.cuda, "is_bf16_supported", lambda: True),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "Stream", lambda device: stream),

@@ -39,7 +39,7 @@ SCALE = "must be a number or null or a list of them or a mapping {PATTERN:NUMBER
         ("train", "scheduler.num_warmup_steps", ["2001"], "must not be above trainer.max_steps=600"),
         ("train", "model.max_sequence_length", ["0", "513"], "must be a whole number from 1 to 512"),
         ("train", "model.vae_name_or_path", ["[a]", "1"], "must be one path or name"),
-        ("train", "model.compile", ["abc", "1"], "must be true or false"),
+        ("train", "model.compile", ["abc", "1"], "must be true or false or auto"),
         ("train", "seed", ["-1", "abc", "1.5", "1e20", "null", "[1,2]"], f"must be {SEED}"),
         ("predict", "seed", ["[]", f"{10**23}"], f"must be {SEED} or a list of them"),
         ("predict", "height", ["abc", "40"], "must be a whole number, a multiple of 16, from 16 on or null"),

@@ -1,5 +1,7 @@
-"""Compiled blocks: the same bits, and few graphs."""
+"""Compiled blocks: the same bits, few graphs, and what a run compiles by itself."""
 
+import logging
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -7,18 +9,24 @@ import torch
 from hydra.utils import instantiate
 from torch._dynamo.utils import counters
 
-from lightning_modules.execution import blocks as execution
+from lightning_modules.execution.checkpointing import POLICIES
+from lightning_modules.execution.compilation import EARNED, compile_blocks, compiles
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs
-from tests.support.steps import assert_same, made, step, with_a_block_of_each_kind
-from tests.support.tiny_adapters import build
+from tests.support.steps import assert_same, inputs, made, step, with_a_block_of_each_kind
+from tests.support.tiny_adapters import build, learn
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture
-def exactly(monkeypatch):
-    """Compile for kernels that are eager's own, so that results can be compared in their bits."""
-    monkeypatch.setattr(execution.torch, "compile", partial(torch.compile, backend="eager"))
+@pytest.fixture(params=["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def exactly(monkeypatch, request):
+    """Compile for kernels that are eager's own, so that results can be compared in their bits.
+
+    The second compiler also builds the graphs of backward passes, with what they recompute.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -31,10 +39,73 @@ def exactly(monkeypatch):
 )
 def test_compiled_blocks_give_the_same_bits(tiny, exactly, adapter, base):
     plain = step(with_a_block_of_each_kind(made(tiny, adapter, base)))
-    compiled = ["model.compile=true", "model.gradient_checkpointing=selective"]
-    module = with_a_block_of_each_kind(made(tiny, adapter, base, *compiled))
-    assert_same(step(module), plain)
+    module = with_a_block_of_each_kind(made(tiny, adapter, base))
+    for policy in POLICIES:
+        module.execution.compiles = True
+        module.execution.set_checkpointing(module.transformer, policy)
+        assert_same(step(module), plain)
     assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.slow
+def test_dropout_is_drawn_once_for_a_compiled_block(tiny, exactly):
+    """What is recomputed for the backward pass has the same mask as the forward pass."""
+    found = []
+    for policy in ("none", "full"):
+        module = with_a_block_of_each_kind(made(tiny, "lora", "float32", "adapter.dropout=0.5"))
+        module.train()
+        compile_blocks(module.transformer, False, policy)
+        torch.manual_seed(0)
+        found.append(step(module))
+    assert_same(*found)
+
+
+def test_blocks_of_a_kind_share_a_graph_and_sizes_share_it(tiny, exactly):
+    """A set of photographs in ten sizes compiles what a set in one size does."""
+    module = build(tiny, "lora", "model.gradient_checkpointing=none")
+    for of_a_kind in (module.transformer.transformer_blocks, module.transformer.single_transformer_blocks):
+        for _ in range(3):
+            of_a_kind.insert(0, deepcopy(of_a_kind[0]))
+    learn(module)
+    compile_blocks(module.transformer, True, "attention")
+    counts = []
+    for width in range(8, 28, 2):
+        module.denoise(*inputs(module, samples=1, width=width)).square().mean().backward()
+        counts.append(counters["stats"]["unique_graphs"])
+    # Double and single blocks, each without and with a gradient of its inputs, and the last block's shortcut.
+    assert counts[0] <= 5
+    assert counts[-1] == counts[1] <= counts[0] + 1, counts
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "passes", "deterministic", "expected"),
+    [
+        ("auto", CUDA, EARNED, False, True),
+        ("auto", CUDA, EARNED - 1, False, False),
+        ("auto", CUDA, EARNED, True, False),
+        ("auto", CPU, 10**6, False, False),
+        (True, CPU, 1, True, True),
+        (False, CUDA, 10**6, False, False),
+    ],
+)
+def test_auto_compiles_long_runs_on_cuda(monkeypatch, setting, device, passes, deterministic, expected):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    assert compiles(setting, device, passes) is expected
+
+
+def test_a_machine_that_cannot_compile_trains_on_with_a_note(tiny, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("Cannot find a working triton installation.\nmore")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fail))
+    torch._dynamo.reset()
+    plain, module = (with_a_block_of_each_kind(made(tiny, "lora", "bf16")) for _ in range(2))
+    compile_blocks(module.transformer, False, "attention")
+    with caplog.at_level(logging.WARNING, "retouch"):
+        assert_same(step(module), step(plain))
+    notes = [record.message for record in caplog.records if "cannot be compiled" in record.message]
+    assert len(notes) == 1
+    assert "Cannot find a working triton installation." in notes[0]
 
 
 def test_one_graph_serves_all_sizes_where_there_are_several(tiny, pairs, tmp_path):

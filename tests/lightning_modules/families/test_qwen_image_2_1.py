@@ -67,10 +67,10 @@ def test_layout_of_the_sequence_is_the_stock_forwards(layout):
 
 EXECUTIONS = {
     "full": ["model.gradient_checkpointing=full"],
-    "selective": ["model.gradient_checkpointing=selective", "model.offload.activations=true"],
+    "attention": ["model.gradient_checkpointing=attention", "model.offload.activations=true"],
     "streamed": ["model.gradient_checkpointing=full", "model.offload.blocks=2"],
     "compiled": ["model.gradient_checkpointing=none", "model.compile=true"],
-    "compiled, full": ["model.gradient_checkpointing=full", "model.compile=true"],
+    "compiled, attention": ["model.gradient_checkpointing=attention", "model.compile=true"],
 }
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from datamodules.pairs import collate_pixels
-from lightning_modules.execution.blocks import compile_blocks
-from lightning_modules.execution.checkpointing import set_checkpointing
+from lightning_modules.execution.compilation import compile_blocks
 from lightning_modules.family import Sampling
 from tests.support.objectives import losses
 from tests.support.references import REFERENCES
@@ -54,7 +53,6 @@ def test_compiled_blocks_take_every_batch(module, monkeypatch):
     for refiners in (module.transformer.noise_refiner, module.transformer.context_refiner):
         refiners.append(deepcopy(refiners[0]))  # two, as the real model has
     compile_blocks(module.transformer, dynamic=True)
-    set_checkpointing(module.transformer, "none", module.adapter.bind_rank_mask)
     raws = [raw_sample(module, number) for number in range(2)]
     for batch in (raws, [raws[1], raws[1]], raws[:1]):
         losses(module, module.encoder(collate_pixels(batch))).mean().backward()

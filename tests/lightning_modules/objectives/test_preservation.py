@@ -90,7 +90,7 @@ def test_training_adapter_stays_in_the_base(tiny, tmp_path, more):
 
 EXECUTIONS = {
     "full": ["model.gradient_checkpointing=full"],
-    "selective": ["model.gradient_checkpointing=selective"],
+    "attention": ["model.gradient_checkpointing=attention"],
     "every_2": ["model.gradient_checkpointing=every_2"],
     "blocks": ["model.gradient_checkpointing=full", "model.offload.blocks=3"],
     "activations": ["model.offload.activations=true"],
@@ -116,8 +116,8 @@ OBJECTIVES = {
         4,
         [
             ("preserve", "tlora", "float32", "full"),
-            ("preserve", "lora", "int8_w8a8", "selective"),
-            ("dpo", "tlora", "float32", "selective"),
+            ("preserve", "lora", "int8_w8a8", "attention"),
+            ("dpo", "tlora", "float32", "attention"),
             ("slider", "tlora", "float32", "every_2"),
             ("preserve", "tlora", "nf4", "blocks"),
             ("preserve", "lora", "bf16", "activations"),

@@ -1,0 +1,122 @@
+"""Compiling the blocks of a transformer with torch.compile."""
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.constants import HF_HOME
+
+from lightning_modules.execution.blocks import LastBlock, blocks
+from lightning_modules.execution.checkpointing import recomputed, recomputed_blocks
+
+log = logging.getLogger("retouch")
+
+# Graphs that a list of blocks may need: by sizes, single samples, padding, and gradients of the inputs.
+GRAPHS = 16
+# `auto` compiles for at least this many passes. On an H100 compiling FLUX Kontext takes about a minute and saves 0.4 s
+# a pass at 512 and at 1024 pixels (docs/speed.md): it is earned back after 150.
+EARNED = 300
+
+
+# Kernels of earlier runs, by torch: next to models, which are kept where /tmp is lost.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(HF_HOME) / "torchinductor"))
+
+
+def compiles(setting: bool | str, device: torch.device, passes: int) -> bool:
+    """Return whether `model.compile=setting` compiles a run of this many forward and backward passes."""
+    if setting != "auto":
+        return bool(setting)
+    # Compiled and eager steps differ in rounding: deterministic runs stay what they were.
+    return device.type == "cuda" and passes >= EARNED and not torch.are_deterministic_algorithms_enabled()
+
+
+def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none") -> None:
+    """Compile the blocks, one graph for all that are alike.
+
+    Their forwards are compiled, not their calls: hooks, which stream or gather blocks, stay outside.
+
+    Args:
+        dynamic: whether one graph serves all sizes; None compiles one for the first size and another for a second.
+        policy: what the graphs recompute, of `recomputed_blocks`.
+    """
+    log.info("compiling the transformer's blocks: once, for about a minute, and faster in later runs")
+    _log_graphs()
+    found = blocks(transformer)
+    chosen = set(recomputed_blocks(transformer, policy))
+    # Several lists may have one class (Z-Image has three): their graphs differ but count as one function's.
+    graphs = len({name.rpartition(".")[0] for name in found}) * GRAPHS
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
+    state = _State()
+    for block in found.values():
+        used, forward = policy if block in chosen else "none", block.forward
+        if isinstance(forward, LastBlock):
+            forward.full, forward.compute = (
+                _Compiled(run, used, dynamic, state) for run in (forward.full, forward.compute)
+            )
+        else:
+            block.forward = _Compiled(forward, used, dynamic, state)
+
+
+@cache
+def _log_graphs() -> None:
+    """Log each graph that torch.compile builds from now on."""
+    began, numbers = time.monotonic(), itertools.count(1)
+
+    def note(*_: Any) -> None:
+        log.info(f"compiled graph {next(numbers)}, after {time.monotonic() - began:.0f} s")
+
+    torch._dynamo.callback_handler.register_end_callback(note)
+
+
+@dataclass
+class _State:
+    """State that the compiled blocks of a transformer share."""
+
+    failed: bool = False
+
+
+class _Compiled:
+    """A compiled forward; where compiling fails (no Triton, no C compiler, an old card), the eager one, with one note.
+
+    Args:
+        forward: of a block, or a compiled one to compile in another way.
+        policy: what its graph recomputes.
+    """
+
+    def __init__(self, forward: Callable[..., Any], policy: str, dynamic: bool | None, state: _State) -> None:
+        own: Callable[..., Any] = forward.own if isinstance(forward, _Compiled) else forward
+        self.own = own
+        again = own if policy == "none" else recomputed(own, policy, compiled=True)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return again(*args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
+
+        self._eager, self._state = run, state
+        self._compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._state.failed:
+            return self._eager(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception as error:
+            if (cause := why_not_compiled(error)) is None:
+                raise
+            self._state.failed = True
+            log.warning(f"note: steps are slower than possible: the blocks cannot be compiled: {cause}")
+            return self._eager(*args, **kwargs)
+
+
+def why_not_compiled(error: BaseException) -> str | None:
+    """Return the cause of an error of torch.compile; None for other errors."""
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+    return lines[0] if lines else type(error).__name__
