@@ -43,8 +43,8 @@ class ThreadedLoader:
 class Prefetcher:
     """A loader's batches, on the device.
 
-    The trainer fetches each batch before it starts the step of the previous one, so the copy from pinned memory to a
-    GPU overlaps with the step before that, which the GPU still computes.
+    The trainer fetches each batch before it starts the step of the previous one. To a GPU a batch is copied from pinned
+    memory one batch ahead of that, while the GPU computes an earlier step.
 
     Attributes:
         waited: seconds that the trainer has waited for the loader.
@@ -56,7 +56,20 @@ class Prefetcher:
         self.waited = 0.0
 
     def __iter__(self) -> Iterator[RawBatch | LatentBatch]:
-        side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self.device.type != "cuda":
+            for batch in self._loaded():
+                yield batch.to(self.device)
+            return
+        side_stream, ahead = torch.cuda.Stream(self.device), deque[tuple[RawBatch | LatentBatch, torch.Event]]()
+        for batch in self._loaded():
+            with torch.cuda.stream(side_stream):
+                ahead.append((batch.to(self.device), side_stream.record_event()))
+            if len(ahead) > 1:
+                yield self._copied(*ahead.popleft())
+        for last in ahead:
+            yield self._copied(*last)
+
+    def _loaded(self) -> Iterator[RawBatch | LatentBatch]:
         batches = iter(self.loader)
         while True:
             start = time.perf_counter()
@@ -64,13 +77,12 @@ class Prefetcher:
             self.waited += time.perf_counter() - start
             if batch is None:
                 return
-            if side_stream is None:
-                yield batch.to(self.device)
-                continue
-            with torch.cuda.stream(side_stream):
-                batch = batch.to(self.device)
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_stream(side_stream)
-            for tensor in batch.tensors():  # else their memory is reused while the step still reads it
-                tensor.record_stream(stream)
             yield batch
+
+    def _copied(self, batch: RawBatch | LatentBatch, copied: torch.Event) -> RawBatch | LatentBatch:
+        """Make computing that is queued from now on wait for a batch's copy."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(copied)
+        for tensor in batch.tensors():  # else their memory is reused while the step still reads it
+            tensor.record_stream(stream)
+        return batch

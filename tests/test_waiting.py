@@ -2,6 +2,7 @@
 
 import csv
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -72,3 +73,43 @@ def test_feed_passes_errors_of_the_loader_on():
 
     with pytest.raises(OSError, match="disk"):
         next(iter(Prefetcher(broken(), torch.device("cpu"))))
+
+
+def test_gpu_computes_a_step_while_the_batch_after_the_next_is_copied(monkeypatch):
+    """The trainer fetches a batch before each step: the queue of the GPU must not wait for a copy that starts then."""
+    queue, copies = [], []
+
+    class Stream:
+        def __init__(self, _=None):
+            pass
+
+        def record_event(self):
+            return copies[-1]
+
+        def wait_event(self, event):
+            queue.append(f"wait for {event}")
+
+    class Batch:
+        def __init__(self, number):
+            self.number = number
+
+        def to(self, _):
+            copies.append(self.number)
+            return self
+
+        def tensors(self):
+            return []
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    batches = iter(Prefetcher(map(Batch, range(4)), torch.device("cuda")))
+    batch, following = next(batches), next(batches, None)
+    while batch is not None:
+        queue.append(f"step {batch.number}, copied to {copies[-1]}")
+        batch, following = following, next(batches, None)
+    assert queue == [
+        *("wait for 0", "wait for 1", "step 0, copied to 2"),
+        *("wait for 2", "step 1, copied to 3"),
+        *("wait for 3", "step 2, copied to 3", "step 3, copied to 3"),
+    ]

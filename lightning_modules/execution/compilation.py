@@ -91,8 +91,8 @@ class _Compiled:
     """
 
     def __init__(self, forward: Callable[..., Any], policy: str, dynamic: bool | None, state: _State) -> None:
-        own: Callable[..., Any] = forward.own if isinstance(forward, _Compiled) else forward
-        self.own = own
+        self.own: Callable[..., Any] = forward.own if isinstance(forward, _Compiled) else forward
+        own = self.own
         again = own if policy == "none" else recomputed(own, policy, compiled=True)
 
         def run(*args: Any, **kwargs: Any) -> Any:
