@@ -51,7 +51,7 @@ SEVERAL = {
 # Classes by a part of an operator's name, in this order; others are element-wise.
 CLASSES = {
     "attention": ("attention",),
-    "products": ("mm", "scaled_mm", "_int_mm"),
+    "products": ("mm", "linear", "matmul"),
     "norms": ("norm",),
     "copies and casts": ("copy", "clone", "cat", "stack", "slice_backward", "select_backward"),
     "quantization": ("fused kernel", "Triton", "bitsandbytes", "retouch"),
