@@ -36,7 +36,7 @@ from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
-from lightning_modules.execution.blocks import compile_blocks
+from lightning_modules.execution.blocks import LastBlock, blocks, compile_blocks
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
 from tasks.terminal import silence_libraries
@@ -110,6 +110,28 @@ def with_peft(module: Any) -> Any:
     return transformer
 
 
+def execute(module: Any, policy: str, compiled: bool) -> None:
+    """Set what steps keep for their backward pass, and compile the blocks for one size, or not."""
+    execution = module.execution
+    for block in blocks(module.transformer).values():
+        forward = block.forward
+        if isinstance(forward, LastBlock):
+            forward.full, forward.compute = _eager(forward.full), _eager(forward.compute)
+        else:
+            block.forward = _eager(forward)
+    execution.compiles, execution._dynamic = compiled, False
+    if hasattr(execution, "compile_blocks"):
+        execution.compile_blocks = compiled
+        if compiled:
+            compile_blocks(module.transformer, dynamic=False)
+    execution.set_checkpointing(module.transformer, policy)
+
+
+def _eager(forward: Any) -> Any:
+    """Return the function that was compiled."""
+    return getattr(forward, "own", getattr(forward, "_torchdynamo_orig_callable", forward))
+
+
 def useful_flops(module: Any, batch: LatentBatch) -> int:
     """Count the FLOPs of a step, without what gradient checkpointing computes again."""
     transformer = module.execution.adapted_meta_transformer().float()
@@ -181,11 +203,9 @@ def measured(module: Any, options: argparse.Namespace, device: torch.device, pea
         batch = random_batch(module, side, options.batch, device)
         row: Row = {"compiled": bool(compiled), "side": side, "checkpointing": policy}
         row["tokens"] = module.geometry.token_count(batch)
-        module.execution.compile_blocks = bool(compiled)
-        module.execution.set_checkpointing(module.transformer, policy)
+        execute(module, policy, bool(compiled))
         try:
-            with torch.compiler.set_stance("default" if compiled else "force_eager"):
-                row |= measure(training_step(module, batch), device, options.steps)
+            row |= measure(training_step(module, batch), device, options.steps)
             row |= speed(row, useful_flops(module, batch), peak)
         except torch.OutOfMemoryError:
             row |= {"out_of_memory": True}
@@ -242,8 +262,6 @@ def main() -> None:
             for precision in options.precisions:
                 if precision not in modules:
                     modules[precision] = build(options.model, folder, precision, device, *options.settings)
-                    if any(options.compiled):
-                        compile_blocks(modules[precision].transformer, dynamic=False)
                 for row in measured(modules[precision], options, device, peak):
                     rows.append({"precision": precision} | row)
                     print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)

@@ -146,7 +146,9 @@ def counts(
         folder: of the model's configuration.
         settings: of train.py.
     """
-    module: Any = instantiate(compose(model, folder, "bfloat16", *settings).model, _convert_="all")
+    module: Any = instantiate(
+        compose(model, folder, "bfloat16", "model.compile=false", *settings).model, _convert_="all"
+    )
     weights, launches = FakeWeights(module.base.source.meta, DEVICE), Launches()
     with fake_cuda() as cuda, replaced(launches):
         module._device = DEVICE

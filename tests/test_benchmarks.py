@@ -20,7 +20,7 @@ from benchmarks import faults, launches, peer, training_speed
 from benchmarks.fault_kinds import judging
 from benchmarks.fault_kinds.workshop import Reference
 from benchmarks.gpu import goals
-from benchmarks.gpu.parts import PARTS, Row
+from benchmarks.gpu.parts import PARTS, Row, chosen
 from datamodules.shards.cache import Cache
 from lightning_modules.execution.blocks import blocks
 from lightning_modules.pretrained.repository import shipped_configuration
@@ -173,12 +173,13 @@ def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_pa
         if part.row is None or values - seen:
             needed.add(name)
             seen |= values
-    chosen = [name for name in PARTS if name in needed]
-    run_code(code, "--tiny", "--minutes", "60", "--output", str(output), "--only", *chosen)
+    run_code(code, "--tiny", "--minutes", "60", "--output", str(output), "--only", *needed)
     result, table = read(output)
-    assert list(result["results"]) == chosen
+    assert list(result["results"]) == list(chosen(list(needed), tiny=True))
     assert all(record["status"] == "passed" and record["facts"] for record in result["results"].values())
-    assert all(record["facts"]["estimated_gb"] is not None for record in result["results"].values() if "row" in record)
+    rows = [record["facts"] for record in result["results"].values() if "row" in record]
+    assert all(("estimated_gb" in facts) == (facts["how"] != "peer") for facts in rows)
+    assert all(facts["tflops"] >= 0 for facts in rows)
     assert all(f"| {name.removeprefix('speed ')}" in table for name in result["results"])
 
 
@@ -208,13 +209,13 @@ def sabotage():
 
 def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(start, tmp_path):
     output = tmp_path / "results.json"
-    chosen = ["bases", "scaled_mm", "offload_blocks", "ortho_tlora", "kernels"]
-    arguments = ["--tiny", "--output", str(output), "--only", *chosen]
+    names = ["bases", "scaled_mm", "offload_blocks", "ortho_tlora", "kernels"]
+    arguments = ["--tiny", "--output", str(output), "--only", *names]
     text, _ = start("benchmarks.gpu_check", *arguments, before=sabotage).communicate(timeout=120)
     result, table = read(output)
-    assert list(result["results"]) == chosen
+    assert list(result["results"]) == names
     statuses = {name: record["status"] for name, record in result["results"].items()}
-    assert statuses == dict.fromkeys(chosen, "failed") | {"scaled_mm": "passed"}
+    assert statuses == dict.fromkeys(names, "failed") | {"scaled_mm": "passed"}
     assert result["results"]["ortho_tlora"]["facts"] == {"known": 1}
     assert "Traceback" in result["results"]["ortho_tlora"]["traceback"]
     lines = [

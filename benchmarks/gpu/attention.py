@@ -2,8 +2,6 @@
 
 import re
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,7 +39,7 @@ def kernels(bench: Bench, facts: Facts) -> list[str]:
         gradients(module, batch)
     found = {event.key: event.count for event in profiler.key_averages() if ATTENTION.search(event.key)}
     facts["runs"] = {name[:80]: count for name, count in found.items()}
-    facts["gradients_away"] = away = _away(bench, _ours())
+    facts["gradients_away"] = away = _away(bench, _ours)
     wrong = []
     if attended.dtypes != {"bfloat16 bfloat16 bfloat16"}:
         wrong.append(f"attention gets {', '.join(sorted(attended.dtypes))}")
@@ -87,10 +85,11 @@ def gradients_by_kernel(bench: Bench, facts: Facts) -> list[str]:
     return []
 
 
-def _ours() -> Attend:
-    """Return the attention of training steps."""
-    name = "lightning_modules.execution.attention"
-    return _torch if find_spec(name) is None else import_module(name).attend
+def _ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend as training steps do: once a module has been built, diffusers calls what Retouch has chosen."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    return dispatch_attention_fn(query, key, value)
 
 
 def _torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

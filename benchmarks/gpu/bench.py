@@ -27,8 +27,8 @@ TINY = {
     "pooled_projection_dim": 32,
 }
 NEEDS_CUDA = "needs CUDA"
-# A `Row.base`, whether its blocks are compiled, and its model, for the rows that follow.
-NOTHING_KEPT: tuple[tuple[Any, bool], Any] = (None, False), None
+# A `Row.base` and its model, for the rows that follow.
+NOTHING_KEPT: tuple[Any, Any] = None, None
 
 
 class Bench:

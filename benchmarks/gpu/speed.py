@@ -1,9 +1,10 @@
 """The speed table: steps of whole models, and next to them what task=dry_run estimates."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,14 +19,18 @@ PEERS_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 
 def measured(bench: Bench, facts: Facts, row: Row) -> list[str]:
     """Measure a row of the table; running out of memory is a result."""
-    from benchmarks.full_size import measure, training_step
+    from benchmarks.full_size import execute, measure, training_step
 
     facts |= row._asdict()
     try:
         module = _module(bench, row)
         batch = bench.batch(module, row.side)
-        _set_checkpointing(module, row)
-        with sdpa_kernel(PEERS_ATTENTION) if row.how == "peer" else nullcontext():
+        if row.how == "peer":
+            module.transformer.enable_gradient_checkpointing()
+        else:
+            with bench.compiler():
+                execute(module, row.checkpointing, row.how == "compiled")
+        with _as_the_peer() if row.how == "peer" else nullcontext():
             facts |= measure(training_step(module, batch), bench.device, bench.size(ROUNDS, 1))
     except torch.OutOfMemoryError:
         facts["out_of_memory"] = True
@@ -35,31 +40,27 @@ def measured(bench: Bench, facts: Facts, row: Row) -> list[str]:
 
 
 def _module(bench: Bench, row: Row) -> Any:
-    """Return the full model, reused from the previous row if equal, and compiled if requested."""
-    from lightning_modules.execution.blocks import compile_blocks
-
-    (base, was_compiled), module = bench.kept
-    compiled = row.how == "compiled"
-    if base != row.base or (was_compiled and not compiled):
-        module, was_compiled, bench.kept = None, False, NOTHING_KEPT
+    """Return the full model, reused from the previous row if equal."""
+    base, module = bench.kept
+    if base != row.base:
+        module, bench.kept = None, NOTHING_KEPT
         bench.free()
         adapter, peer = f"adapter={row.adapter}", row.how == "peer"
         module = bench.module(row.precision, adapter, model=row.model, depth=None, peer=peer)
-    if compiled and not was_compiled:
-        with bench.compiler():
-            compile_blocks(module.transformer, dynamic=False)
-        module.execution.compile_blocks = True
-    bench.kept = (row.base, compiled), module
+        bench.kept = row.base, module
     return module
 
 
-def _set_checkpointing(module: Any, row: Row) -> None:
-    if row.how != "peer":
-        module.execution.set_checkpointing(module.transformer, row.checkpointing)
-    elif row.checkpointing == "none":
-        module.transformer.disable_gradient_checkpointing()
-    else:
-        module.transformer.enable_gradient_checkpointing()
+@contextmanager
+def _as_the_peer() -> Iterator[None]:
+    """Temporarily attend with diffusers' own function, which Retouch replaces, and with FlashAttention."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    backends = _AttentionBackendRegistry._backends
+    native = backends[AttentionBackendName.NATIVE]
+    own = {AttentionBackendName.NATIVE: getattr(native, "__wrapped__", native)}
+    with mock.patch.dict(backends, own), sdpa_kernel(PEERS_ATTENTION):
+        yield
 
 
 class Simulated(NamedTuple):
@@ -81,7 +82,7 @@ def planned(bench: Bench, row: Row) -> Facts:
     from benchmarks.full_size import PRECISIONS
     from tasks.dry_run import weight_bytes
 
-    step = _simulated(bench, row.model, row.adapter, row.how == "compiled", bench.size(row.side, 64))
+    step = _simulated(bench, row.model, row.adapter, bench.size(row.side, 64))
     facts: Facts = {"useful_tflop": step.flops / 1e12}
     if row.how != "peer":
         weights = weight_bytes(bench.described(row.model, *PRECISIONS[row.precision]).base.source)
@@ -90,14 +91,14 @@ def planned(bench: Bench, row: Row) -> Facts:
 
 
 @cache
-def _simulated(bench: Bench, model: str, adapter: str, compiled: bool, side: int) -> Simulated:
+def _simulated(bench: Bench, model: str, adapter: str, side: int) -> Simulated:
     """Return a step of a model in bf16: all weight formats take the same memory besides their weights."""
     from benchmarks.full_size import useful_flops
     from benchmarks.memory import empty_batch, fake_step
     from lightning_modules.adapters.adapter import trainable
     from lightning_modules.estimation.memory import bytes_per_parameter
 
-    module = bench.described(model, f"adapter={adapter}", f"model.compile={str(compiled).lower()}")
+    module = bench.described(model, f"adapter={adapter}")
     meta = module.execution.adapted_meta_transformer()
     state = bytes_per_parameter(module.optimization.optimizer)
     trained = sum(tensor.nbytes for tensor in module.adapter.tensors(meta).values())
