@@ -36,7 +36,7 @@ from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
-from lightning_modules.execution.blocks import LastBlock, blocks, compile_blocks
+from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
 from tasks.terminal import silence_libraries
@@ -121,6 +121,8 @@ def execute(module: Any, policy: str, compiled: bool) -> None:
             block.forward = _eager(forward)
     execution.compiles, execution._dynamic = compiled, False
     if hasattr(execution, "compile_blocks"):
+        from lightning_modules.execution.blocks import compile_blocks
+
         execution.compile_blocks = compiled
         if compiled:
             compile_blocks(module.transformer, dynamic=False)

@@ -98,7 +98,8 @@ class Check:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         command = shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]])
-        self.head: dict[str, Any] = {"command": command, "device": None, "cuda": None, "versions": {}}
+        self.head: dict[str, Any] = {"command": command, "tiny": options.tiny}
+        self.head |= {"device": None, "cuda": None, "versions": {}}
         self.records: dict[str, results.Record] = {}
         self._worker: Child | None = None
         self._planner: Child | None = None
@@ -198,7 +199,7 @@ def main() -> int:
     skipped = [name for name, record in check.records.items() if record["status"] == "skipped"]
     if skipped:
         print(f"skipped, for {options.minutes:g} minutes are over: {', '.join(skipped)}")
-    if reached := goals.lines(check.head["device"], check.records):
+    if reached := goals.lines(check.head, check.records):
         print("\n".join(["goals:", *reached]))
     failed = results.failures(check.records)
     print("\n".join(["failed:", *failed] if failed else ["nothing failed"]))

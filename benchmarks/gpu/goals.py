@@ -44,9 +44,11 @@ GOALS = (
 )
 
 
-def lines(device: str | None, records: Mapping[str, Any]) -> list[str]:
-    """Return a line for each goal whose rows were measured."""
-    ours = any(card in (device or "") for card in CARDS)
+def lines(head: Mapping[str, Any], records: Mapping[str, Any]) -> list[str]:
+    """Return a line for each goal whose rows were measured with real models."""
+    if head["tiny"]:
+        return []
+    ours = any(card in (head["device"] or "") for card in CARDS)
 
     def seconds(row: Row | None) -> float | None:
         return None if row is None else records.get(row.name, {}).get("facts", {}).get("seconds_per_step")
