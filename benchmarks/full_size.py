@@ -107,7 +107,7 @@ def with_peft(module: Any) -> Any:
     transformer = module.base.load_transformer()
     names, ranks = "|".join(map(re.escape, layers)), module.adapter.ranks
     transformer.add_adapter(LoraConfig(r=module.adapter.rank, lora_alpha=ranks.alpha, target_modules=names))
-    return transformer
+    return transformer.train()
 
 
 def execute(module: Any, policy: str, compiled: bool) -> None:

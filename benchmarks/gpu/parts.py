@@ -88,7 +88,7 @@ PARTS = {
     "attention": Part(f"{HERE}.attention.kernels", 90, 10),
     **{row.name: Part(f"{HERE}.speed.measured", 150, 45 if row.how == "compiled" else 20, row) for row in ROWS},
     "gradients": Part(f"{HERE}.attention.gradients_by_kernel", 90, 15),
-    "bases": Part(f"{HERE}.steps.bases", 90, 15),
+    "bases": Part(f"{HERE}.steps.bases", 180, 30),
     "compile": Part(f"{HERE}.program.compiled", 180, 40),
     "scaled_mm": Part(f"{HERE}.products.scaled_mm", 60, 5),
     "int8_products": Part(f"{HERE}.products.int8_products", 90, 15),

@@ -57,9 +57,10 @@ def table(head: Mapping[str, Any], records: Mapping[str, Record]) -> str:
             if record["status"] != "passed" or "out_of_memory" in facts:
                 numbers[0] = "out of memory" if "out_of_memory" in facts else record["status"]
             lines.append(f"| {' | '.join([record['row'], *numbers])} |")
-        lines += ["", *[f"- {one}" for one in goals.lines(head, records)]]
+        if judged := goals.lines(head, records):
+            lines += ["", *[f"- {one}" for one in judged]]
     if checks := {name: record for name, record in records.items() if "row" not in record}:
-        lines += ["", "## checks", "", "| check | | seconds |", "|---|---|---|"]
+        lines += [*[""] * bool(rows), "## checks", "", "| check | | seconds |", "|---|---|---|"]
         lines += [f"| {name} | {record['status']} | {record['seconds']:.1f} |" for name, record in checks.items()]
         for name, record in checks.items():
             facts = [f"- {fact}: {value}" for fact, value in record["facts"].items()]
