@@ -4,19 +4,21 @@
     python benchmarks/full_size.py --device cpu --depth 4 --in-turns --precisions float32 bf16 int8_w8a8 --size 288
 
 Weights are made on the device and quantized there, one layer at a time. TFLOP/s count useful work only: the forward
-pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again.
+pass and the gradients of inputs and of the LoRA, not what gradient checkpointing computes again. "Kernels run" is the
+share of a step's time in which kernels run: below 100 % the GPU waits for Python.
 """
 
 import argparse
 import gc
 import itertools
 import json
+import re
 import shlex
 import statistics
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,15 +26,17 @@ from unittest import mock
 import torch
 from hydra.utils import instantiate
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
 
 from benchmarks.memory import compose, loss, random_batch, write_shallow
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
+from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
-from lightning_modules.execution.blocks import compile_blocks
-from lightning_modules.execution.checkpointing import set_checkpointing
+from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
 from tasks.terminal import silence_libraries
@@ -66,37 +70,78 @@ class RandomWeights(Weights):
 
 
 def build(
-    model: str, folder: str, precision: str, device: torch.device, *more: str, made_on: torch.device | None = None
+    model: str,
+    folder: str,
+    precision: str,
+    device: torch.device,
+    *more: str,
+    made_on: torch.device | None = None,
+    peer: bool = False,
 ) -> Any:
     """Build a module that is ready to train on the device, as Lightning does.
 
     Args:
         more: settings of train.py.
         made_on: where its numbers are drawn; None for the device. Other devices draw others.
+        peer: whether its transformer is diffusers' own with peft's LoRA.
     """
     dtype = "float32" if precision == "float32" else "bfloat16"
-    module = instantiate(compose(model, folder, dtype, *PRECISIONS[precision], *more).model, _convert_="all")
+    settings = [*PRECISIONS[precision], "model.compile=false", *more]
+    module = instantiate(compose(model, folder, dtype, *settings).model, _convert_="all")
     weights = RandomWeights(module.base.source.meta, made_on or device)
     module.to(device)
     with mock.patch.object(TransformerSource, "weights", return_value=weights), device:
-        module.configure_model()
+        if peer:
+            module.transformer = with_peft(module)
+        else:
+            module.configure_model()
     module.to(device)
     return module
 
 
-def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: float) -> Row:
-    """Measure one row of results.
+def with_peft(module: Any) -> Any:
+    """Load diffusers' transformer with peft's LoRA in the layers that the module's adapter adapts."""
+    from peft import LoraConfig
 
-    Args:
-        rounds: steps to average.
-        peak: FLOP/s of the device.
-    """
-    device, samples = module.device, len(batch.keys)
-    flops = step_flops(
-        module.execution, module.execution.adapted_meta_transformer().float(), batch.to(torch.device("meta"))
-    )
-    compiled = module.execution.compile_blocks
-    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask, compiled)
+    layers = lora_layers(module.execution.adapted_meta_transformer())
+    transformer = module.base.load_transformer()
+    names, ranks = "|".join(map(re.escape, layers)), module.adapter.ranks
+    transformer.add_adapter(LoraConfig(r=module.adapter.rank, lora_alpha=ranks.alpha, target_modules=names))
+    return transformer.train()
+
+
+def execute(module: Any, policy: str, compiled: bool) -> None:
+    """Set what steps keep for their backward pass, and compile the blocks for one size, or not."""
+    execution = module.execution
+    for block in blocks(module.transformer).values():
+        forward = block.forward
+        if isinstance(forward, LastBlock):
+            forward.full, forward.compute = _eager(forward.full), _eager(forward.compute)
+        else:
+            block.forward = _eager(forward)
+    execution.compiles, execution._dynamic = compiled, False
+    if hasattr(execution, "compile_blocks"):
+        from lightning_modules.execution.blocks import compile_blocks
+
+        execution.compile_blocks = compiled
+        if compiled:
+            compile_blocks(module.transformer, dynamic=False)
+    execution.set_checkpointing(module.transformer, policy)
+
+
+def _eager(forward: Any) -> Any:
+    """Return the function that was compiled."""
+    return getattr(forward, "own", getattr(forward, "_torchdynamo_orig_callable", forward))
+
+
+def useful_flops(module: Any, batch: LatentBatch) -> int:
+    """Count the FLOPs of a step, without what gradient checkpointing computes again."""
+    transformer = module.execution.adapted_meta_transformer().float()
+    return step_flops(module.execution, transformer, batch.to(torch.device("meta")))
+
+
+def training_step(module: Any, batch: LatentBatch) -> Callable[[], None]:
+    """Return a function that takes a step."""
     optimizer = torch.optim.AdamW(trainable(module.transformer).values(), lr=1e-6, fused=True)
 
     def step() -> None:
@@ -104,29 +149,66 @@ def measure(module: Any, batch: LatentBatch, policy: str, rounds: int, peak: flo
         optimizer.step()
         optimizer.zero_grad()
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    return step
+
+
+def measure(step: Callable[[], None], device: torch.device, rounds: int) -> Row:
+    """Measure the seconds and the peak memory of a step, and on a GPU its kernels.
+
+    Args:
+        rounds: steps to average.
+    """
+    if device.type != "cuda":
+        return {"seconds_per_step": round(mean_seconds(step, rounds), 4), "peak_memory_gb": None}
+    torch.cuda.reset_peak_memory_stats(device)
     taken = mean_seconds(step, rounds)
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    memory = torch.cuda.max_memory_allocated(device)
+    kernel_seconds, launches = kernels(step, device)
     return {
-        "tokens": module.geometry.token_count(batch),
-        "checkpointing": policy,
         "seconds_per_step": round(taken, 4),
-        "samples_per_second": round(samples / taken, 4),
-        "tflops": round(flops / taken / 1e12, 2),
-        "share_of_matrix_peak": round(flops / taken / peak, 3),
-        "peak_memory_gb": None if memory is None else round(memory / 1e9, 2),
+        "peak_memory_gb": round(memory / 1e9, 2),
+        "kernel_seconds": round(kernel_seconds, 4),
+        "kernel_share": round(kernel_seconds / taken, 3),
+        "launches": launches,
     }
+
+
+def kernels(step: Callable[[], None], device: torch.device) -> tuple[float, int]:
+    """Return the sum of the seconds of a step's kernels and copies on a GPU, and their count.
+
+    Seconds of a step in which nothing is traced are more than these where the GPU waits for Python.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize(device)
+    found = profiler.profiler.kineto_results.events()
+    spans = [
+        one.duration_ns() for one in found if one.device_type() == DeviceType.CUDA and not one.is_user_annotation()
+    ]
+    return sum(spans) / 1e9, len(spans)
+
+
+def speed(row: Row, flops: float, peak: float) -> Row:
+    """Return the useful FLOP/s of a measured row.
+
+    Args:
+        flops: of its useful work.
+        peak: FLOP/s of the device.
+    """
+    done = flops / row["seconds_per_step"]
+    return {"tflops": round(done / 1e12, 2), "share_of_matrix_peak": round(done / peak, 3)}
 
 
 def measured(module: Any, options: argparse.Namespace, device: torch.device, peak: float) -> Iterator[Row]:
     """Yield a row for each size, checkpointing policy, and eager or compiled blocks."""
     for side, policy, compiled in itertools.product(options.size, options.checkpointing, options.compiled):
+        batch = random_batch(module, side, options.batch, device)
         row: Row = {"compiled": bool(compiled), "side": side, "checkpointing": policy}
-        module.execution.compile_blocks = bool(compiled)
+        row["tokens"] = module.geometry.token_count(batch)
+        execute(module, policy, bool(compiled))
         try:
-            with torch.compiler.set_stance("default" if compiled else "force_eager"):
-                row |= measure(module, random_batch(module, side, options.batch, device), policy, options.steps, peak)
+            row |= measure(training_step(module, batch), device, options.steps)
+            row |= speed(row, useful_flops(module, batch), peak)
         except torch.OutOfMemoryError:
             row |= {"out_of_memory": True}
         yield row
@@ -138,14 +220,16 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         key = [row[name] for name in ("precision", "compiled", "side", "checkpointing")]
         groups.setdefault(tuple(key), []).append(row)
-    lines = ["| weights | compiled | pixels | tokens | checkpointing | s/step | TFLOP/s | peak, GB |", f"|{8 * '---|'}"]
+    names = "weights", "compiled", "pixels", "tokens", "checkpointing", "s/step", "kernels run", "TFLOP/s", "peak, GB"
+    lines = [f"| {' | '.join(names)} |", f"|{len(names) * '---|'}"]
     for (precision, compiled, side, policy), group in groups.items():
         cells = [precision, "yes" if compiled else "no", side, group[0].get("tokens", ""), policy]
         if all("seconds_per_step" in row for row in group):
-            medians = (statistics.median(row[name] for row in group) for name in ("seconds_per_step", "tflops"))
-            cells += [f"{value:.3g}" for value in medians] + [group[0]["peak_memory_gb"] or ""]
+            seconds, tflops = (statistics.median(row[name] for row in group) for name in ("seconds_per_step", "tflops"))
+            share = f"{group[0]['kernel_share']:.0%}" if "kernel_share" in group[0] else ""
+            cells += [f"{seconds:.3g}", share, f"{tflops:.3g}", group[0]["peak_memory_gb"] or ""]
         else:
-            cells += ["out of memory", "", ""]
+            cells += ["out of memory", "", "", ""]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -180,8 +264,6 @@ def main() -> None:
             for precision in options.precisions:
                 if precision not in modules:
                     modules[precision] = build(options.model, folder, precision, device, *options.settings)
-                    if any(options.compiled):
-                        compile_blocks(modules[precision].transformer, dynamic=False)
                 for row in measured(modules[precision], options, device, peak):
                     rows.append({"precision": precision} | row)
                     print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,11 +23,13 @@ from hydra.utils import instantiate
 from omegaconf import open_dict
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
+
 from datamodules.batch import LatentBatch
 from lightning_modules import flow
 from lightning_modules.estimation.flops import empty_latents
 from lightning_modules.estimation.memory import FakeStep
-from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.pretrained.checks import read_json
 from lightning_modules.pretrained.repository import shipped_configuration
 
@@ -129,7 +132,7 @@ def compare(module: Any, side: int, samples: int, device: torch.device) -> Itera
     """Compare estimated and measured bytes of a step for each policy, without weights."""
     estimate, batch = fake_step(module, side, samples), random_batch(module, side, samples, device)
     for policy in POLICIES:
-        set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
+        module.execution.set_checkpointing(module.transformer, policy)
         yield policy, estimate.peak(policy), measure(module, batch)
 
 

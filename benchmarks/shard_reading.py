@@ -6,6 +6,7 @@ python benchmarks/shard_reading.py --rounds 5
 import argparse
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
 
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import SizeBatchSampler

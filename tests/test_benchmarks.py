@@ -13,15 +13,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import FluxKontextPipeline
+from hydra.utils import instantiate
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import faults, peer, training_speed
+from benchmarks import faults, launches, peer, training_speed
 from benchmarks.fault_kinds import judging
 from benchmarks.fault_kinds.workshop import Reference
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu import goals
+from benchmarks.gpu.parts import PARTS, Row, chosen
 from datamodules.shards.cache import Cache
+from lightning_modules.execution.blocks import blocks
 from lightning_modules.pretrained.repository import shipped_configuration
 from report.tables import read_metrics
-from tests.support.commands import ROOT, compose, run_code
+from tests.support.commands import ROOT, run_code
+from tests.support.commands import compose as whole_config
 from tests.support.latents import fill
 
 pytestmark = pytest.mark.slow
@@ -71,15 +76,85 @@ def test_every_command_of_a_page_runs_as_written_after_the_installation():
     assert done.stdout == "", done.stderr
 
 
-@pytest.mark.parametrize("model", ["flux2_klein_4b", "flux2_klein_9b", "qwen_image_edit_plus", "z_image", "krea2_edit"])
+# Billions of a transformer's parameters, its blocks of all kinds, and its heads.
+WIDTHS = {
+    "flux_kontext": (11.9, 19 + 38, 24),
+    "flux_dev": (11.9, 19 + 38, 24),
+    "flux2_klein_4b": (3.9, 5 + 20, 24),
+    "flux2_klein_9b": (9.1, 8 + 24, 32),
+    "flux2_dev": (32.2, 8 + 48, 48),
+    "flux3_klein": (5.5, 15 + 28, 24),
+    "qwen_image": (20.4, 60, 24),
+    "qwen_image_edit": (20.4, 60, 24),
+    "qwen_image_edit_plus": (20.4, 60, 24),
+    "qwen_image_2_1": (7.1, 32, 32),
+    "z_image": (6.15, 34, 30),
+    "longcat_image_edit": (6.3, 10 + 20, 24),
+    "krea2": (12.8, 28, 48),
+    "krea2_edit": (12.8, 28, 48),
+}
+
+
+def test_each_model_is_measured_by_a_benchmark():
+    names = {path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")}
+    assert names - {"_base", "embedded", "flux_kontext_fp4", "flux_kontext_fp8"} == WIDTHS.keys()
+
+
+@pytest.mark.parametrize("model", WIDTHS)
 def test_a_benchmark_measures_the_model_that_it_names(tmp_path, model):
-    from benchmarks.memory import write_shallow
+    from benchmarks.memory import compose, write_shallow
 
     write_shallow(model, None, str(tmp_path))
-    name = compose("predict", f"model={model}").model.pretrained_model_name_or_path
+    name = whole_config("predict", f"model={model}").model.pretrained_model_name_or_path
     for part in ("transformer", "vae"):
         own = (shipped_configuration(name) / part / "config.json").read_text()
         assert json.loads((tmp_path / part / "config.json").read_text()) == json.loads(own)
+    transformer = instantiate(compose(model, str(tmp_path), "bfloat16").model, _convert_="all").base.source.meta
+    billions, depth, heads = WIDTHS[model]
+    assert sum(one.numel() for one in transformer.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert len(blocks(transformer)) == depth
+    assert transformer.config.get("num_attention_heads", transformer.config.get("n_heads")) == heads
+
+
+def test_goals_are_judged_on_their_cards_only_and_where_their_rows_are():
+    def facts(row, seconds):
+        return {row.name: {"facts": {"seconds_per_step": seconds}}}
+
+    def lines(device, records):
+        return goals.lines({"device": device, "tiny": False}, records)
+
+    compiled, peer = (Row("flux_kontext", "bf16", 1024, "full", how=how) for how in ("compiled", "peer"))
+    one = facts(compiled, 1.0)
+    assert lines("NVIDIA H100 80GB HBM3", one) == [f"met: 1, at most 1.1 s: {compiled.name[6:]}"]
+    slower = facts(compiled, 1.2) | facts(peer, 1.8)
+    assert [line.partition(":")[0] for line in lines("NVIDIA H200", slower)] == ["not met", "not met"]
+    assert [line.partition(",")[0] for line in lines("RTX 4090", slower)] == [
+        "another card: 1.2",
+        "another card: 1.5",
+    ]
+
+
+def test_kernels_are_counted_and_views_are_not():
+    with FakeTensorMode(), launches.Launches() as counted:
+        x, weight, bias = (torch.empty(shape, device="cuda") for shape in ((1, 4, 6), (8, 6), (8,)))
+        y = torch.nn.functional.linear(x, weight, bias)
+        y.view(2, 2, 8).transpose(0, 1)[0]
+        (y * 2).contiguous().to(torch.bfloat16)
+    assert counted.counts == {"aten::addmm": 1, "aten::mul": 1, "aten::_to_copy": 1}
+
+
+@pytest.mark.parametrize(("setting", "more"), [("checkpointing", 1.3), ("adapter", 1.02), ("precision", 1.05)])
+def test_recomputing_masks_and_8_bits_launch_more_kernels(tmp_path, setting, more):
+    chosen = {"checkpointing": "none", "adapter": "lora", "precision": "bf16"}
+    launches.write_shallow("flux_kontext", 1, str(tmp_path))
+
+    def count(checkpointing, adapter, precision):
+        settings = [*launches.PRECISIONS[precision], f"adapter={adapter}"]
+        [found] = launches.counts("flux_kontext", str(tmp_path), settings, [(256, checkpointing)])
+        return found.total()
+
+    other = {"checkpointing": "full", "adapter": "tlora", "precision": "fp8"}[setting]
+    assert count(**chosen | {setting: other}) > more * count(**chosen)
 
 
 def read(output):
@@ -101,12 +176,13 @@ def test_gpu_check_runs_on_a_cpu_with_nothing_installed_but_what_it_names(tmp_pa
         if part.row is None or values - seen:
             needed.add(name)
             seen |= values
-    chosen = [name for name in PARTS if name in needed]
-    run_code(code, "--tiny", "--minutes", "60", "--output", str(output), "--only", *chosen)
+    run_code(code, "--tiny", "--minutes", "60", "--output", str(output), "--only", *needed)
     result, table = read(output)
-    assert list(result["results"]) == chosen
+    assert list(result["results"]) == list(chosen(list(needed), tiny=True))
     assert all(record["status"] == "passed" and record["facts"] for record in result["results"].values())
-    assert all(record["facts"]["estimated_gb"] is not None for record in result["results"].values() if "row" in record)
+    rows = [record["facts"] for record in result["results"].values() if "row" in record]
+    assert all(("estimated_gb" in facts) == (facts["how"] != "peer") for facts in rows)
+    assert all(facts["tflops"] >= 0 for facts in rows)
     assert all(f"| {name.removeprefix('speed ')}" in table for name in result["results"])
 
 
@@ -136,19 +212,19 @@ def sabotage():
 
 def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(start, tmp_path):
     output = tmp_path / "results.json"
-    chosen = ["offload_blocks", "scaled_mm", "ortho_tlora", "bases", "kernels"]
-    arguments = ["--tiny", "--output", str(output), "--only", *chosen]
+    names = ["bases", "scaled_mm", "offload_blocks", "ortho_tlora", "kernels"]
+    arguments = ["--tiny", "--output", str(output), "--only", *names]
     text, _ = start("benchmarks.gpu_check", *arguments, before=sabotage).communicate(timeout=120)
     result, table = read(output)
-    assert list(result["results"]) == chosen
+    assert list(result["results"]) == names
     statuses = {name: record["status"] for name, record in result["results"].items()}
-    assert statuses == dict.fromkeys(chosen, "failed") | {"scaled_mm": "passed"}
+    assert statuses == dict.fromkeys(names, "failed") | {"scaled_mm": "passed"}
     assert result["results"]["ortho_tlora"]["facts"] == {"known": 1}
     assert "Traceback" in result["results"]["ortho_tlora"]["traceback"]
     lines = [
+        "bases: not done after 1 s",
         "offload_blocks: its process ended with status -11, see the log",
         "ortho_tlora: RuntimeError: CUDA error: an illegal memory access",
-        "bases: not done after 1 s",
         "kernels: this is wrong",
         "kernels: so is that",
     ]

@@ -27,6 +27,8 @@ TINY = {
     "pooled_projection_dim": 32,
 }
 NEEDS_CUDA = "needs CUDA"
+# A `Row.base` and its model, for the rows that follow.
+NOTHING_KEPT: tuple[Any, Any] = None, None
 
 
 class Bench:
@@ -41,7 +43,7 @@ class Bench:
         self.device = device
         self.tiny = tiny
         self.folder = folder
-        self.kept: tuple[Any, Any] = None, None  # what a model is, and the model, for the rows that follow
+        self.kept = NOTHING_KEPT
 
     @property
     def cuda(self) -> bool:
@@ -83,6 +85,7 @@ class Bench:
         depth: int | None = 2,
         narrow: bool = False,
         device: torch.device | None = None,
+        peer: bool = False,
     ) -> Any:
         """Build a module with the same random weights each time, and an adapter that has left its start.
 
@@ -90,13 +93,14 @@ class Bench:
             more: settings of train.py.
             depth: blocks of each kind; None for all.
             narrow: its weights are drawn on the CPU then, the same ones for each device.
+            peer: whether its transformer is diffusers' own with peft's LoRA.
         """
         from benchmarks.full_size import build
         from lightning_modules.adapters.adapter import trainable
 
         repository, settings = self.repository(model, depth, narrow), [*more, *self.short_prompts(model)]
         made_on = torch.device("cpu") if narrow else None
-        module = build(model, repository, precision, device or self.device, *settings, made_on=made_on)
+        module = build(model, repository, precision, device or self.device, *settings, made_on=made_on, peer=peer)
         generator = torch.Generator().manual_seed(1)
         for parameter in trainable(module.transformer).values():
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
@@ -133,8 +137,8 @@ class Bench:
             yield
 
     def free(self) -> None:
-        """Let go of all that nobody holds, and of graphs where no model is kept."""
-        if self.kept[0] is None:
+        """Free what nobody holds, and graphs if no model is kept."""
+        if self.kept is NOTHING_KEPT:
             torch.compiler.reset()
         gc.collect()
         if self.cuda:
@@ -182,3 +186,14 @@ def gradients(module: Any, batch: LatentBatch) -> dict[str, Tensor]:
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Return the names of tensors that differ in any bit."""
     return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the relative distance of all gradients together, as a share of the norm of the second ones."""
+    squares = [
+        ((one[name].cpu() - tensor.cpu()).square().sum(), tensor.cpu().square().sum())
+        for name, tensor in other.items()
+        if name != "loss"
+    ]
+    far, size = (torch.stack(list(part)).sum() for part in zip(*squares, strict=True))
+    return float((far / size).sqrt())

@@ -6,7 +6,6 @@ import torch
 
 from benchmarks.gpu.bench import NEEDS_CUDA, Bench, Facts, deterministic, differing, gradients
 from benchmarks.memory import loss
-from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.execution.offload import ActivationOffload, HostMemory
 
 BLOCKS = 4
@@ -71,7 +70,7 @@ def activations(bench: Bench, facts: Facts) -> list[str]:
     for policy in ("full", "none"):
         most, seconds = [], []
         for module in (plain, offloaded):
-            set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
+            module.execution.set_checkpointing(module.transformer, policy)
         with deterministic():
             expected = gradients(plain, batch)
             different = differing(expected, gradients(offloaded, batch))

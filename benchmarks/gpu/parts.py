@@ -1,55 +1,65 @@
-"""The parts in running order: the checks, then the rows of the speed table. It does not import torch."""
+"""The parts in running order: attention, the rows of the speed table, the other checks. It does not import torch."""
 
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A row of the speed table; its name joins these."""
+    """A row of the speed table; its name joins these.
+
+    Attributes:
+        how: eager, compiled, or peer: diffusers' own transformer with peft's LoRA.
+    """
 
     model: str
     precision: str
     side: int
     checkpointing: str
     adapter: str = "lora"
-    compiled: bool = False
+    how: str = "eager"
 
     @property
     def name(self) -> str:
         """The name for `--only` and the table."""
-        how = "compiled" if self.compiled else "eager"
-        return f"speed {self.model} {self.precision} {self.side} {self.checkpointing} {self.adapter} {how}"
+        return f"speed {' '.join(map(str, self))}"
 
     @property
-    def base(self) -> tuple[str, str, str]:
+    def base(self) -> tuple[str, str, str, bool]:
         """Rows that have this alike are measured on one model."""
-        return self.model, self.precision, self.adapter
+        return self.model, self.precision, self.adapter, self.how == "peer"
 
 
-FLUX, QWEN = "flux_kontext", "qwen_image_edit"
-# What tells most comes first; of a model, what is compiled comes last.
+FLUX = "flux_kontext"
+PEER, COMPILED = {"how": "peer"}, {"how": "compiled"}
+# Rows that tell most come first; compiled rows of a model come after its eager ones.
 ROWS = (
+    Row(FLUX, "bf16", 1024, "full", **PEER),
+    Row(FLUX, "bf16", 512, "full", **PEER),
     Row(FLUX, "bf16", 1024, "full"),
-    Row(FLUX, "bf16", 1024, "auto"),
-    Row(FLUX, "bf16", 1024, "selective"),
+    Row(FLUX, "bf16", 1024, "none"),
     Row(FLUX, "bf16", 512, "full"),
-    Row(FLUX, "bf16", 1024, "full", compiled=True),
-    Row(FLUX, "bf16", 1024, "auto", compiled=True),
-    Row(FLUX, "fp8", 1024, "full"),
+    Row(FLUX, "bf16", 512, "none"),
+    Row(FLUX, "bf16", 1024, "full", **COMPILED),
+    Row(FLUX, "bf16", 1024, "none", **COMPILED),
+    Row(FLUX, "bf16", 1024, "attention", **COMPILED),
+    Row(FLUX, "bf16", 512, "none", **COMPILED),
+    Row(FLUX, "bf16", 512, "full", **COMPILED),
     Row(FLUX, "fp8", 512, "full"),
-    Row(FLUX, "fp8", 1024, "full", compiled=True),
-    Row(FLUX, "fp8", 1024, "auto", compiled=True),
-    Row(FLUX, "int8_w8a8", 1024, "full"),
-    Row(FLUX, "nf4", 1024, "full"),
-    Row(FLUX, "bf16", 1024, "full", "tlora"),
-    Row(QWEN, "bf16", 1024, "full"),
-    Row(QWEN, "bf16", 1024, "auto"),
-    Row(QWEN, "bf16", 1024, "full", compiled=True),
-    Row(QWEN, "fp8", 1024, "full"),
-    Row(QWEN, "nf4", 1024, "full"),
+    Row(FLUX, "fp8", 1024, "full"),
+    Row(FLUX, "fp8", 1024, "full", **COMPILED),
     Row(FLUX, "nf4", 512, "full"),
-    Row(FLUX, "fp8", 1024, "full", "tlora"),
-    Row(QWEN, "fp8", 1024, "auto", compiled=True),
-    Row(FLUX, "int8_w8a8", 1024, "auto", compiled=True),
+    Row(FLUX, "nf4", 1024, "full"),
+    Row(FLUX, "bf16", 512, "full", "tlora"),
+    Row(FLUX, "bf16", 1024, "full", "tlora"),
+    Row("qwen_image", "bf16", 1024, "full"),
+    Row("qwen_image", "bf16", 1024, "full", **COMPILED),
+    Row("z_image", "bf16", 1024, "none"),
+    Row("z_image", "bf16", 1024, "none", **COMPILED),
+    Row("longcat_image_edit", "bf16", 512, "none"),
+    Row("longcat_image_edit", "bf16", 512, "none", **COMPILED),
+    Row("flux2_klein_9b", "bf16", 1024, "full"),
+    Row("flux2_klein_9b", "bf16", 1024, "full", **COMPILED),
+    Row(FLUX, "int8_w8a8", 1024, "full"),
+    Row(FLUX, "int8_w8a8", 1024, "full", **COMPILED),
 )
 
 
@@ -57,34 +67,38 @@ class Part(NamedTuple):
     """A check, or a row.
 
     Attributes:
-        run: the full name of a function of a `Bench`, the facts that it adds to and, of a row, the row; it gives what
-            is wrong, a line each.
+        run: the full name of a function of a `Bench`, the facts that it adds to and, of a row, the row; it returns
+            what is wrong, a line each.
         limit: seconds after which it is stopped.
         needs: seconds without which it is not begun.
         row: of the speed table.
+        may_end: whether PyTorch's own faults may end its process; that is noted, and not a failure.
     """
 
     run: str
     limit: float
     needs: float
     row: Row | None = None
+    may_end: bool = False
 
 
 HERE = "benchmarks.gpu"
 # By name; the checks in the order of what they tell.
 PARTS = {
-    "offload_blocks": Part(f"{HERE}.offloading.blocks", 90, 15),
+    "attention": Part(f"{HERE}.attention.kernels", 90, 10),
+    **{row.name: Part(f"{HERE}.speed.measured", 150, 45 if row.how == "compiled" else 20, row) for row in ROWS},
+    "gradients": Part(f"{HERE}.attention.gradients_by_kernel", 90, 15),
+    "bases": Part(f"{HERE}.steps.bases", 180, 30),
+    "compile": Part(f"{HERE}.program.compiled", 180, 40),
     "scaled_mm": Part(f"{HERE}.products.scaled_mm", 60, 5),
     "int8_products": Part(f"{HERE}.products.int8_products", 90, 15),
-    "ortho_tlora": Part(f"{HERE}.steps.ortho_tlora", 60, 10),
+    "offload_blocks": Part(f"{HERE}.offloading.blocks", 90, 15),
     "offload_activations": Part(f"{HERE}.offloading.activations", 60, 10),
-    "bases": Part(f"{HERE}.steps.bases", 90, 15),
+    "ortho_tlora": Part(f"{HERE}.steps.ortho_tlora", 60, 10),
     "kernels": Part(f"{HERE}.products.kernels", 60, 10),
-    "compile": Part(f"{HERE}.program.compiled", 120, 40),
-    "attention": Part(f"{HERE}.steps.attention", 60, 10),
     "resume": Part(f"{HERE}.program.resumed", 120, 30),
     "estimate": Part(f"{HERE}.steps.estimate", 90, 15),
-    **{row.name: Part(f"{HERE}.speed.measured", 150, 60 if row.compiled else 20, row) for row in ROWS},
+    "plain_attention": Part(f"{HERE}.attention.plain", 60, 10, may_end=True),
 }
 
 

@@ -1,26 +1,19 @@
-"""Training steps of each base and adapter: their losses, what waits, what attends, what they take."""
+"""Training steps of each base and adapter: their losses, where they wait, their memory."""
 
-import re
 import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.profiler import profile
 
-from benchmarks.gpu.bench import NEEDS_CUDA, Bench, Facts, gradients
+from benchmarks.gpu.bench import NEEDS_CUDA, Bench, Facts, distance, gradients
 from benchmarks.memory import compare
 
 BASES = ("bf16", "fp8", "nf4", "fp4", "int8_w8a8")
 # How far losses and gradients may be from the CPU's, as a share: tensor cores round inputs and gradients to fp8, too.
-OF_LOSSES, OF_GRADIENTS = {"fp8": 0.05}, 0.3
-# The same of attention in bf16; 0.004 on an H200, 1.4 with cuDNN's.
-OF_ATTENTION = 0.02
+OF_LOSSES, OF_GRADIENTS = {"fp8": 0.05}, 0.5
 # What the estimate may be of the memory that is measured; beyond it `auto` does not fit, or wastes much.
 ESTIMATE = (0.9, 1.3)
-ATTENTION = re.compile("flash|fmha|attention|sdpa", re.IGNORECASE)
 
 
 def ortho_tlora(bench: Bench, facts: Facts) -> list[str]:
@@ -42,7 +35,7 @@ def bases(bench: Bench, facts: Facts) -> list[str]:
             wrong.append(f"{base}: losses {losses}")
         if bench.cuda:
             there = bench.module(base, narrow=True, device=torch.device("cpu"))
-            away = _distance(found, gradients(there, bench.batch(there, 64)))
+            away = distance(found, gradients(there, bench.batch(there, 64)))
             expected = _two_steps(bench, there)
             facts[base] |= {"losses_of_the_cpu": expected, "gradients_away": round(away, 4)}
             if any(
@@ -53,26 +46,6 @@ def bases(bench: Bench, facts: Facts) -> list[str]:
                 wrong.append(f"{base}: gradients are {away:.2f} of their size from the CPU's")
             if waits:
                 wrong.append(f"{base}: a step waits for the device in {', '.join(waits)}")
-    return wrong
-
-
-def attention(bench: Bench, facts: Facts) -> list[str]:
-    """Check the dtypes of queries, keys and values in attention, and its gradients; note its kernels."""
-    module = bench.module("bf16", "model.gradient_checkpointing=none", depth=1)
-    batch = bench.batch(module, 1024)
-    with _Attended() as attended:
-        gradients(module, batch)
-    facts["dtypes"] = sorted(attended.dtypes)
-    with profile() as profiler:
-        gradients(module, batch)
-    found = {event.key: event.count for event in profiler.key_averages() if ATTENTION.search(event.key)}
-    facts["runs"] = {name[:80]: count for name, count in found.items()}
-    facts["gradients_away"] = away = round(_part_away(bench), 4)
-    wrong = []
-    if attended.dtypes != {"bfloat16 bfloat16 bfloat16"}:
-        wrong.append(f"attention gets {', '.join(sorted(attended.dtypes))}")
-    if not away < OF_ATTENTION:
-        wrong.append(f"attention's gradients are {away} of their size from float32's")
     return wrong
 
 
@@ -94,31 +67,6 @@ def estimate(bench: Bench, facts: Facts) -> list[str]:
         del module
         bench.free()
     return wrong
-
-
-def _part_away(bench: Bench) -> float:
-    """Return how far gradients of attention are from float32's where its output is a part, as in a single block."""
-    generator, (heads, tokens, width) = torch.Generator().manual_seed(0), (2, 16, 16) if bench.tiny else (24, 1280, 128)
-    inputs = torch.randn(3, 1, heads, tokens, width, generator=generator)
-    above = torch.randn(1, tokens, 2 * heads * width, generator=generator)
-
-    def gradient(dtype: torch.dtype) -> dict[str, Tensor]:
-        x = inputs.to(bench.device, dtype).requires_grad_()
-        part = F.scaled_dot_product_attention(*x).transpose(1, 2).flatten(2)
-        torch.cat([part, torch.zeros_like(part)], dim=-1).backward(above.to(part))
-        assert x.grad is not None
-        return {"x": x.grad.float()}
-
-    return _distance(gradient(torch.bfloat16), gradient(torch.float32))
-
-
-def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the relative distance of all tensors together, as a share of the norm of the second ones."""
-    squares = [
-        ((one[name].cpu() - tensor.cpu()).square().sum(), tensor.cpu().square().sum()) for name, tensor in other.items()
-    ]
-    far, size = (torch.stack(list(part)).sum() for part in zip(*squares, strict=True))
-    return float((far / size).sqrt())
 
 
 def _two_steps(bench: Bench, module: Any) -> list[float]:
@@ -161,17 +109,3 @@ def _waits(bench: Bench, module: Any) -> dict[str, int] | str:
 
 def _finite(losses: list[float]) -> bool:
     return all(0 < one < 1e3 for one in losses)
-
-
-class _Attended(TorchFunctionMode):
-    """Notes the dtypes of what attends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[str] = set()
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            given = [*args, *(kwargs or {}).values()][:3]
-            self.dtypes.add(" ".join(str(one.dtype).removeprefix("torch.") for one in given))
-        return function(*args, **(kwargs or {}))

@@ -1,28 +1,31 @@
-"""The process in which parts run: a CUDA error stays with it, and what does not end must be killed."""
+"""The processes of the check: one runs the parts, another computes what the table's rows need no GPU for.
+
+A CUDA error stays with its process, and a process that does not end must be killed.
+"""
 
 import contextlib
 import os
 import sys
-import time
 import traceback
+from collections.abc import Mapping
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from benchmarks.gpu.parts import Part
+from benchmarks.gpu.parts import Part, Row
 
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "lightning")
 
 
 def work(connection: Connection, other_end: Connection, tiny: bool, device: str | None, folder: Path) -> None:
-    """Say what there is to run on, then run each part that comes, and say what came of it.
+    """Send the device and the versions, then run each part that comes, and send its result.
 
     Args:
-        other_end: of the connection; while it is open here, too, the end of who asks is not seen.
+        other_end: of the connection; while it is open here as well, the end of the parent is not seen.
         device: None for a GPU where there is one.
-        folder: for what is written.
+        folder: for files.
     """
     other_end.close()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which its products are not deterministic
@@ -42,14 +45,17 @@ def work(connection: Connection, other_end: Connection, tiny: bool, device: str 
 
 
 def run(bench: Any, name: str, part: Part) -> dict[str, Any]:
-    """Return the result of a part."""
+    """Return the result of a part; `ends` is in it if the process cannot run another."""
+    import torch
+
+    from benchmarks.gpu.bench import NOTHING_KEPT
+
     print(f"=== {name}", file=sys.stderr, flush=True)
-    began = time.monotonic()
     facts: dict[str, Any] = {}
     record: dict[str, Any] = {"facts": facts}
     try:
         if part.row is None:
-            bench.kept = None, None
+            bench.kept = NOTHING_KEPT
             wrong = resolve_name(part.run)(bench, facts)
         else:
             wrong = resolve_name(part.run)(bench, facts, part.row)
@@ -57,4 +63,28 @@ def run(bench: Any, name: str, part: Part) -> dict[str, Any]:
     except Exception as error:
         wrong = [f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"]
         record["traceback"] = traceback.format_exc()
-    return {"status": "failed" if wrong else "passed", "seconds": time.monotonic() - began, "wrong": wrong, **record}
+        bench.kept = NOTHING_KEPT
+        error.__traceback__ = None  # it holds tensors
+        try:
+            bench.free()
+            torch.ones(1, device=bench.device).sum().item()
+        except RuntimeError:
+            record["ends"] = True
+    return {"status": "failed" if wrong else "passed", "wrong": wrong, **record}
+
+
+def plan(connection: Connection, other_end: Connection, tiny: bool, folder: Path, rows: Mapping[str, Row]) -> None:
+    """Send each row's name and what it needs no GPU for, in this order."""
+    other_end.close()
+    import torch
+
+    from benchmarks.gpu.bench import Bench
+    from benchmarks.gpu.speed import planned
+
+    bench = Bench(torch.device("cpu"), tiny, folder)
+    for name, row in rows.items():
+        try:
+            connection.send((name, planned(bench, row)))
+        except Exception:
+            traceback.print_exc()
+            connection.send((name, {}))
