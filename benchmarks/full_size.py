@@ -120,18 +120,12 @@ def execute(module: Any, policy: str, compiled: bool) -> None:
         else:
             block.forward = _eager(forward)
     execution.compiles, execution._dynamic = compiled, False
-    if hasattr(execution, "compile_blocks"):
-        from lightning_modules.execution.blocks import compile_blocks
-
-        execution.compile_blocks = compiled
-        if compiled:
-            compile_blocks(module.transformer, dynamic=False)
     execution.set_checkpointing(module.transformer, policy)
 
 
 def _eager(forward: Any) -> Any:
     """Return the function that was compiled."""
-    return getattr(forward, "own", getattr(forward, "_torchdynamo_orig_callable", forward))
+    return getattr(forward, "own", forward)
 
 
 def useful_flops(module: Any, batch: LatentBatch) -> int:

@@ -135,6 +135,7 @@ keep_attention_compiled = partial(create_selective_checkpoint_contexts, _keep_at
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the same contexts for eager blocks: they see only attention, since each operator costs Python time."""
     keeping, returning = keep_attention_compiled()
+    keeping.respect_saved_tensors_hooks = True  # model.offload.activations relies on it
     return _around_attention(keeping), _around_attention(returning)
 
 

@@ -40,11 +40,12 @@ def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False) -> 
     Args:
         compiled: whether the function will be part of a compiled graph.
     """
-    kept: dict[str, Any] = {}
-    if policy != "full":
-        kept["context_fn"] = keep_attention_compiled if compiled else keep_attention
-        kept["respect_saved_tensors_hooks"] = True  # model.offload.activations relies on them
-    return partial(checkpoint, run, use_reentrant=False, **kept)
+    again = partial(checkpoint, run, use_reentrant=False)
+    return (
+        again
+        if policy == "full"
+        else partial(again, context_fn=keep_attention_compiled if compiled else keep_attention)
+    )
 
 
 def set_checkpointing(transformer: Any, policy: str, bind_rank_mask: Callable[[nn.Module], Callable[..., Any]]) -> None:
