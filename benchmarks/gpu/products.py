@@ -17,7 +17,7 @@ from lightning_modules.quantization.eight_bit import (
     transposed,
 )
 from lightning_modules.quantization.linear import fused
-from lightning_modules.quantization.triton_products import available, int8_product
+from lightning_modules.quantization.triton_products import int8_product, product_available
 
 
 def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
@@ -86,7 +86,7 @@ def _ways(
     scales8 = row_scales8, column_scales8.t().contiguous()
     ways = {"bf16": lambda: a @ b, "int_mm": lambda: int_mm(columns)}
     ways["fp8"] = lambda: scaled_product(rows8, scales8[0], transposed(fp8).t() if gradient else fp8, scales8[1])
-    if available(rows.device):
+    if product_available(rows.device):
         ways["triton"] = lambda: triton(columns)
         if gradient:
             ways["triton, transposed"] = lambda: triton(transposed(columns).t())
@@ -119,7 +119,7 @@ def int8_products(bench: Bench, facts: Facts) -> list[str]:
                 found[way] = round(2 * n * k * m / bench.seconds(run, 20) / 1e12, 1)
                 if way not in ("bf16", "fp8") and not torch.equal(y, wanted):
                     wrong.append(f"{name}: {way} has other bits")
-    facts["triton"] = used = available(device)
+    facts["triton"] = used = product_available(device)
     if bench.cuda and torch.cuda.get_device_capability(device) >= (8, 0) and not used:
         wrong.append("retouch does not use Triton here")
     return wrong

@@ -1,5 +1,7 @@
 """Quantized layers against their dequantized weights in float32, and these against the original weights."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -110,7 +112,7 @@ def test_tensor_cores_add_the_rounding_of_activations_and_gradients(tensor_cores
 
 @pytest.fixture
 def tensor_cores(monkeypatch):
-    monkeypatch.setattr(eight_bit, "has_tensor_cores", lambda *_: True)
+    monkeypatch.setattr(eight_bit, "has_tensor_cores", torch.compiler.assume_constant_result(lambda *_: True))
 
 
 def test_tensor_cores_are_not_used_if_sides_do_not_fit(tensor_cores, monkeypatch):
@@ -171,6 +173,60 @@ def test_layers_with_one_input_round_it_once(monkeypatch):
     with torch.inference_mode():
         x = torch.randn(32, 128)
         assert not torch.equal(q(x), q(x.mul_(2)))
+
+
+def test_rounded_inputs_do_not_outlive_the_input():
+    """Keep one while q, k and v read it, without a byte on the GPU after a step."""
+    q = quantization("int8_w8a8").quantize(linear())
+    x = torch.randn(32, 128)
+    q(x)
+    rows = weakref.ref(eight_bit.round_rows(x, torch.int8)[0])
+    q(torch.randn(32, 128))
+    assert rows() is None
+    rows = weakref.ref(eight_bit.round_rows(x, torch.int8)[0])
+    assert rows() is not None
+    del x
+    assert rows() is None
+
+
+class Half(nn.Module):
+    """A norm and quantized layers of different sides, of which two read one input."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.norm, (self.q, self.k, self.up) = nn.LayerNorm(128), layers
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.up(self.q(x) * self.k(x)).relu()
+
+
+@pytest.mark.parametrize("format", [*NAMES, "weights only"])
+def test_compiled_layers_are_one_graph_that_keeps_no_other_weight(monkeypatch, format):
+    """Split as by the default backend: it would keep a dequantized or a transposed weight for the backward pass.
+
+    Products in 8 bits are PyTorch's own, so that kernels before and after them can be fused.
+    """
+    monkeypatch.setattr(eight_bit, "has_tensor_cores", torch.compiler.assume_constant_result(lambda _: format == "fp8"))
+    name = "fp8" if format == "weights only" else format
+    half = Half(*(quantization(name).quantize(linear(sides=(side, 128))) for side in (128, 128, 320)))
+    torch._dynamo.reset()
+    kept, found = [], []
+    for run in (half, torch.compile(half, fullgraph=True, backend="aot_eager_decomp_partition")):
+        torch.manual_seed(1)
+        x = torch.randn(32, 128).requires_grad_()
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
+        with hooks:
+            y = run(x)
+        y.backward(torch.randn(y.shape))
+        found.append((y.detach(), x.grad))
+        weights = [tensor.data_ptr() for layer in (half.q, half.k, half.up) for tensor in layer.parts()]
+        others = [one for one in kept if one.data_ptr() not in weights]
+        assert {one.data_ptr() for one in kept} >= {*weights}
+        assert all(len(one) == 32 or one.shape == half.norm.weight.shape for one in others)
+        kept.clear()
+    for one, other in zip(*found, strict=True):
+        assert error(other, one) < 1e-3
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8_w8a8"])
