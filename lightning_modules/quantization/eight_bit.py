@@ -40,7 +40,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The dtypes by their names in safetensors.
 FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
 # The largest values that weights, inputs and gradients are scaled to.
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
+LARGEST = {E4M3: 448.0, torch.int8: 127.0}
 # Tensor cores need matrices whose sides are multiples of this.
 TILE = 16
 # Sizes of groups of rotated inputs: powers of four, in ComfyUI's files the largest.
@@ -54,8 +54,7 @@ Operand = tuple[Tensor, Tensor | None]
 class EightBit(Storage):
     """A weight of one-byte elements and its scales: (out, 1), (1, 1), or the rows' largest magnitudes (out,)."""
 
-    inputs: torch.dtype
-    gradients: torch.dtype
+    rounded: torch.dtype  # of inputs and gradients
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
         """Return whether the device of x multiplies it in 8 bits, if the sides of the weight fit."""
@@ -75,7 +74,7 @@ class EightBit(Storage):
             return super().product(x, parts, shape, bias, rounds)
         weight, scale = _with_scale(parts)
         columns = weight.t(), scale.expand(shape[0], 1).t().contiguous()
-        y = self.multiply(round_rows(x, self.inputs, group=self.group), columns, bias, x.dtype)
+        y = self.multiply(round_rows(x, self.rounded, group=self.group), columns, bias, x.dtype)
         return y.view(*x.shape[:-1], shape[0])
 
     def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int], rounds: bool) -> Tensor:
@@ -83,7 +82,7 @@ class EightBit(Storage):
             return super().input_gradient(grad, parts, shape, rounds)
         # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
         weight, scale = _with_scale(parts)
-        x = self.multiply(round_rows(grad, self.gradients, scale.t()), (weight, None), None, grad.dtype)
+        x = self.multiply(round_rows(grad, self.rounded, scale.t()), (weight, None), None, grad.dtype)
         return rotate(x, self.group).view(*grad.shape[:-1], shape[1])
 
     def _rounds(self, x: Tensor, weight: Tensor) -> bool:
@@ -93,21 +92,20 @@ class EightBit(Storage):
 class Float8(EightBit):
     """A float8 weight, multiplied on fp8 tensor cores where there are any."""
 
-    inputs, gradients = E4M3, E5M2
+    rounded = E4M3  # gradients too: scaled by rows they need no wider range, and e5m2 errs more
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
         return weight.dtype == E4M3 and has_tensor_cores(x.device)
 
     def multiply(self, left: tuple[Tensor, Tensor], right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         (rows, row_scales), (columns, column_scales) = left, right
-        if columns.stride(0) != 1:  # Hopper's tensor cores need them column by column: a copy of one layer's bytes
-            columns = transposed(columns).t()
+        in_forward = column_scales is not None
         if column_scales is None:
+            columns = transposed(columns).t()  # Hopper's tensor cores read them column by column
             column_scales = torch.ones(1, columns.shape[1], device=columns.device)
-        if dtype == torch.bfloat16:
-            return scaled_product(rows, row_scales, columns, column_scales, bias)
-        y = scaled_product(rows, row_scales, columns, column_scales).to(dtype)
-        return y if bias is None else y.add_(bias)
+        added = bias if dtype == torch.bfloat16 else None
+        y = scaled_product(rows, row_scales, columns, column_scales, added, in_forward).to(dtype)
+        return y if bias is added else y.add_(bias)
 
 
 class Int8(EightBit):
@@ -117,7 +115,7 @@ class Int8(EightBit):
         group: inputs that are rotated together, as were those of the weight; 1 for none.
     """
 
-    inputs = gradients = torch.int8
+    rounded = torch.int8
 
     def __init__(self, group: str = "1") -> None:
         self.group = int(group)
@@ -210,7 +208,7 @@ INT8 = QuantizationFormat(8, quantize_int8, read_int8, ["I8"], f"SCB|weight_form
 
 @torch.compiler.assume_constant_result
 def has_tensor_cores(device: torch.device) -> bool:
-    """Return whether a device multiplies rows in e4m3 and e5m2; compute capability 8.9 and later, not AMD."""
+    """Return whether a device multiplies rows in e4m3; compute capability 8.9 and later, not AMD."""
     return _probe(device)
 
 
@@ -220,10 +218,10 @@ def _probe(device: torch.device) -> bool:
         return False
     samples, side = PROBE
     scales, columns = torch.ones(1, side, device=device), torch.zeros(side, side, device=device).to(E4M3).t()
+    rows, bias = torch.zeros(PROBE, device=device).to(E4M3), torch.zeros(side, device=device, dtype=torch.bfloat16)
     try:
-        for dtype in (E4M3, E5M2):
-            rows = torch.zeros(PROBE, device=device).to(dtype)
-            scaled_product(rows, torch.ones(samples, 1, device=device), columns, scales)
+        for fast in (True, False):
+            scaled_product(rows, torch.ones(samples, 1, device=device), columns, scales, bias, fast)
     except RuntimeError as error:
         log.warning(f"note: fp8 tensor cores cannot be used here: {reason(error)}")
         return False
@@ -239,13 +237,14 @@ def multiplies_int8(device: torch.device) -> bool:
 
 
 def scaled_product(
-    rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, bias: Tensor | None = None
+    rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    """Multiply (n, k) in float8 with scales (n, 1) by (k, m) in e4m3 with scales (1, m) -> (n, m) in bf16.
+    """Multiply (n, k) in e4m3 with scales (n, 1) by (k, m) in e4m3 with scales (1, m) -> (n, m) in bf16.
 
     Args:
         columns: column by column in memory.
         bias: (m,) in bf16.
+        fast: whether sums may be less precise than float32, as suits inputs but not gradients.
     """
     return torch._scaled_mm(
         rows,
@@ -254,7 +253,7 @@ def scaled_product(
         scale_b=column_scales,
         bias=bias,
         out_dtype=torch.bfloat16,
-        use_fast_accum=rows.dtype == E4M3,  # gradients are summed in float32
+        use_fast_accum=fast,
     )
 
 
