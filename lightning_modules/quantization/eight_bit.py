@@ -105,7 +105,7 @@ class Float8(EightBit):
             column_scales = torch.ones(1, columns.shape[1], device=columns.device)
         added = bias if dtype == torch.bfloat16 else None
         y = scaled_product(rows, row_scales, columns, column_scales, added, in_forward).to(dtype)
-        return y if bias is added else y.add_(bias)
+        return y if bias is None or added is not None else y.add_(bias)
 
 
 class Int8(EightBit):
