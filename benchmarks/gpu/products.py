@@ -1,6 +1,8 @@
 """Products on fp8 tensor cores, and fused kernels."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,6 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench, Facts
 from lightning_modules.quantization.eight_bit import (
     E4M3,
-    E5M2,
     has_tensor_cores,
     round_rows,
     scaled_product,
@@ -17,7 +18,7 @@ from lightning_modules.quantization.eight_bit import (
     transposed,
 )
 from lightning_modules.quantization.linear import fused
-from lightning_modules.quantization.triton_products import available, int8_product
+from lightning_modules.quantization.triton_products import int8_product, product_available
 
 
 def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
@@ -29,37 +30,26 @@ def scaled_mm(bench: Bench, facts: Facts) -> list[str]:
         exact = x @ weight.t()
         b, b_scales = (part.t() for part in round_rows(weight, E4M3))
         b_scales = b_scales.contiguous()
-        for dtype in (E4M3, E5M2):
-            a, a_scale = round_rows(x, dtype)
-            rounded = (a.float() * a_scale) @ (b.float() * b_scales)
-            for fast in (True, False):
-                name = f"{rows}x{inner}x{outer} {str(dtype)[6:]}{' fast' if fast else ''}"
-
-                def product(a: Tensor = a, a_scale: Tensor = a_scale, fast: bool = fast) -> Tensor:
-                    return torch._scaled_mm(
-                        a,
-                        b,  # noqa: B023 (called in this round)
-                        scale_a=a_scale,
-                        scale_b=b_scales,  # noqa: B023
-                        out_dtype=torch.bfloat16,
-                        use_fast_accum=fast,
-                    )
-
-                try:
-                    y = product().float()
-                except (RuntimeError, ValueError) as error:
-                    facts[name] = f"does not run: {str(error).splitlines()[0]}"
-                    if (rows, inner, outer) == large:
-                        wrong.append(f"{name} does not run")
-                    continue
-                error_of_sum = float((y - rounded).norm() / rounded.norm())
-                facts[name] = {
-                    "error_of_sum": round(error_of_sum, 5),
-                    "error_of_all": round(float((y - exact).norm() / exact.norm()), 5),
-                    "tflops": round(2 * rows * inner * outer / bench.seconds(product, 20) / 1e12, 1),
-                }
-                if not error_of_sum < 0.02:
-                    wrong.append(f"{name} is {error_of_sum:.3f} from float32's sum of the same numbers")
+        a, a_scale = round_rows(x, E4M3)
+        rounded = (a.float() * a_scale) @ (b.float() * b_scales)
+        for fast in (True, False):
+            name = f"{rows}x{inner}x{outer} e4m3{' fast' if fast else ''}"
+            product = partial(scaled_product, a, a_scale, b, b_scales, None, fast)
+            try:
+                y = product().float()
+            except (RuntimeError, ValueError) as error:
+                facts[name] = f"does not run: {str(error).splitlines()[0]}"
+                if (rows, inner, outer) == large:
+                    wrong.append(f"{name} does not run")
+                continue
+            error_of_sum = float((y - rounded).norm() / rounded.norm())
+            facts[name] = {
+                "error_of_sum": round(error_of_sum, 5),
+                "error_of_all": round(float((y - exact).norm() / exact.norm()), 5),
+                "tflops": round(2 * rows * inner * outer / bench.seconds(product, 20) / 1e12, 1),
+            }
+            if not error_of_sum < 0.02:
+                wrong.append(f"{name} is {error_of_sum:.3f} from float32's sum of the same numbers")
     facts["tensor cores"] = used = has_tensor_cores(bench.device)
     if bench.cuda and torch.cuda.get_device_capability(bench.device) >= (8, 9) and not used:
         wrong.append("retouch does not use fp8 tensor cores here")
@@ -85,8 +75,10 @@ def _ways(
     fp8 = columns8.t().contiguous() if gradient else columns8.t()
     scales8 = row_scales8, column_scales8.t().contiguous()
     ways = {"bf16": lambda: a @ b, "int_mm": lambda: int_mm(columns)}
-    ways["fp8"] = lambda: scaled_product(rows8, scales8[0], transposed(fp8).t() if gradient else fp8, scales8[1])
-    if available(rows.device):
+    ways["fp8"] = lambda: scaled_product(
+        rows8, scales8[0], transposed(fp8).t() if gradient else fp8, scales8[1], None, not gradient
+    )
+    if product_available(rows.device):
         ways["triton"] = lambda: triton(columns)
         if gradient:
             ways["triton, transposed"] = lambda: triton(transposed(columns).t())
@@ -119,14 +111,14 @@ def int8_products(bench: Bench, facts: Facts) -> list[str]:
                 found[way] = round(2 * n * k * m / bench.seconds(run, 20) / 1e12, 1)
                 if way not in ("bf16", "fp8") and not torch.equal(y, wanted):
                     wrong.append(f"{name}: {way} has other bits")
-    facts["triton"] = used = available(device)
+    facts["triton"] = used = product_available(device)
     if bench.cuda and torch.cuda.get_device_capability(device) >= (8, 0) and not used:
         wrong.append("retouch does not use Triton here")
     return wrong
 
 
 def kernels(bench: Bench, facts: Facts) -> list[str]:
-    """Compare the fused kernels with PyTorch's operators, for all byte values."""
+    """Compare the fused kernels with PyTorch's operators: for all byte values, and rounded rows with the CPU's."""
     device = bench.device
     count = torch.arange(200_000, device=device)
     scale = torch.linspace(1e-4, 3, 200, device=device)[:, None]
@@ -139,5 +131,12 @@ def kernels(bench: Bench, facts: Facts) -> list[str]:
                 wrong.append(f"{kind} times scales is another {dtype}")
         if not torch.equal(transposed(weight).view(torch.uint8), weight.view(torch.uint8).t()):
             wrong.append(f"another transpose of {kind}")
+    x = torch.randn(64, 5000) * torch.logspace(-3, 3, 64)[:, None]
+    x[0], factors = 0, torch.rand(1, 5000)
+    for kind, factor in itertools.product((E4M3, torch.int8), (None, factors)):
+        there = round_rows(x.bfloat16().to(device), kind, None if factor is None else factor.to(device))
+        here = round_rows(x.bfloat16(), kind, factor)
+        if not all(torch.equal(one.cpu().float(), other.float()) for one, other in zip(there, here, strict=True)):
+            wrong.append(f"rows rounded to {kind}{'' if factor is None else ' times factors'} differ from the CPU's")
     facts["differences"] = len(wrong)
     return wrong

@@ -4,12 +4,12 @@ Inputs, and gradients in the backward pass, are rounded to 8 bits with a scale f
 """
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from datamodules.files import reason
 from lightning_modules.execution.blocks import without_autocast
@@ -25,7 +25,14 @@ from lightning_modules.quantization.linear import (
     in_pieces,
     stored_scale,
 )
-from lightning_modules.quantization.triton_products import available, has_capability, int8_product
+from lightning_modules.quantization.triton_products import (
+    available,
+    has_capability,
+    int8_product,
+    product_available,
+    rounded_rows,
+    transposed_bytes,
+)
 
 log = logging.getLogger("retouch")
 
@@ -33,7 +40,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The dtypes by their names in safetensors.
 FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
 # The largest values that weights, inputs and gradients are scaled to.
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
+LARGEST = {E4M3: 448.0, torch.int8: 127.0}
 # Tensor cores need matrices whose sides are multiples of this.
 TILE = 16
 # Sizes of groups of rotated inputs: powers of four, in ComfyUI's files the largest.
@@ -47,8 +54,7 @@ Operand = tuple[Tensor, Tensor | None]
 class EightBit(Storage):
     """A weight of one-byte elements and its scales: (out, 1), (1, 1), or the rows' largest magnitudes (out,)."""
 
-    inputs: torch.dtype
-    gradients: torch.dtype
+    rounded: torch.dtype  # of inputs and gradients
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
         """Return whether the device of x multiplies it in 8 bits, if the sides of the weight fit."""
@@ -61,54 +67,45 @@ class EightBit(Storage):
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return rotate(scaled_rows(*_with_scale(parts), dtype), self.group)
 
-    def round_inputs(self, x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        return round_rows(x, self.inputs, group=self.group) if self._rounds(x, parts[0]) else []
+    def product(
+        self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int], bias: Tensor | None, rounds: bool
+    ) -> Tensor:
+        if not (rounds and self._rounds(x, parts[0])):
+            return super().product(x, parts, shape, bias, rounds)
+        weight, scale = _with_scale(parts)
+        columns = weight.t(), scale.expand(shape[0], 1).t().contiguous()
+        y = self.multiply(round_rows(x, self.rounded, group=self.group), columns, bias, x.dtype)
+        return y.view(*x.shape[:-1], shape[0])
 
-    def round_gradients(self, grad: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int], rounds: bool) -> Tensor:
+        if not (rounds and self._rounds(grad, parts[0])):
+            return super().input_gradient(grad, parts, shape, rounds)
         # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
-        return round_rows(grad, self.gradients, _with_scale(parts)[1].t()) if self._rounds(grad, parts[0]) else []
+        weight, scale = _with_scale(parts)
+        x = self.multiply(round_rows(grad, self.rounded, scale.t()), (weight, None), None, grad.dtype)
+        return rotate(x, self.group).view(*grad.shape[:-1], shape[1])
 
     def _rounds(self, x: Tensor, weight: Tensor) -> bool:
         return all(side % TILE == 0 for side in weight.shape) and self.runs(x, weight)
-
-    def product(
-        self, x: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int], bias: Tensor | None
-    ) -> Tensor:
-        if not rounded:
-            return super().product(x, rounded, parts, shape, bias)
-        (rows, row_scales), (weight, scale) = rounded, _with_scale(parts)
-        column_scales = scale.expand(shape[0], 1).t().contiguous()
-        y = self.multiply((rows, row_scales), (weight.t(), column_scales), bias, x.dtype)
-        return y.view(*x.shape[:-1], shape[0])
-
-    def input_gradient(
-        self, grad: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int]
-    ) -> Tensor:
-        if not rounded:
-            return super().input_gradient(grad, rounded, parts, shape)
-        rows, row_scales = rounded
-        x = self.multiply((rows, row_scales), (parts[0], None), None, grad.dtype)
-        if self.group > 1:
-            _rotate(x, x, self.group)
-        return x.view(*grad.shape[:-1], shape[1])
 
 
 class Float8(EightBit):
     """A float8 weight, multiplied on fp8 tensor cores where there are any."""
 
-    inputs, gradients = E4M3, E5M2
+    rounded = E4M3  # gradients too: scaled by rows they need no wider range, and e5m2 errs more
 
     def runs(self, x: Tensor, weight: Tensor) -> bool:
         return weight.dtype == E4M3 and has_tensor_cores(x.device)
 
     def multiply(self, left: tuple[Tensor, Tensor], right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         (rows, row_scales), (columns, column_scales) = left, right
-        if columns.stride(0) != 1:  # Hopper's tensor cores need them column by column: a copy of one layer's bytes
-            columns = transposed(columns).t()
+        in_forward = column_scales is not None
         if column_scales is None:
+            columns = transposed(columns).t()  # Hopper's tensor cores read them column by column
             column_scales = torch.ones(1, columns.shape[1], device=columns.device)
-        y = scaled_product(rows, row_scales, columns, column_scales).to(dtype)
-        return y if bias is None else y.add_(bias)
+        added = bias if dtype == torch.bfloat16 else None
+        y = scaled_product(rows, row_scales, columns, column_scales, added, in_forward).to(dtype)
+        return y if bias is None or added is not None else y.add_(bias)
 
 
 class Int8(EightBit):
@@ -118,7 +115,7 @@ class Int8(EightBit):
         group: inputs that are rotated together, as were those of the weight; 1 for none.
     """
 
-    inputs = gradients = torch.int8
+    rounded = torch.int8
 
     def __init__(self, group: str = "1") -> None:
         self.group = int(group)
@@ -128,14 +125,30 @@ class Int8(EightBit):
         return x.numel() > TILE * x.shape[-1] and multiplies_int8(x.device)
 
     def multiply(self, left: tuple[Tensor, Tensor], right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        (rows, row_scales), (columns, column_scales) = left, right
-        if available(rows.device):
-            return int8_product(rows, row_scales, columns, column_scales, bias, dtype)
-        if rows.is_cuda and columns.stride(0) != 1:  # which cuBLAS 13 refuses on some cards
-            columns = transposed(columns).t()
-        return fused(_rescaled, torch._int_mm(rows, columns), row_scales, column_scales, bias, dtype)
+        traced = torch.compiler.is_compiling() and left[0].is_cuda
+        return (_int8_operator if traced else _int8)(*left, *right, bias, dtype)
 
 
+def _int8(
+    rows: Tensor,
+    row_scales: Tensor,
+    columns: Tensor,
+    column_scales: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    if product_available(rows.device):
+        return int8_product(rows, row_scales, columns, column_scales, bias, dtype)
+    if rows.is_cuda and columns.stride(0) != 1:  # which cuBLAS 13 refuses on some cards
+        columns = transposed(columns).t()
+    return fused(_rescaled, torch._int_mm(rows, columns), row_scales, column_scales, bias, dtype)
+
+
+# torch.compile does not trace a kernel that is tuned in this way.
+_int8_operator = torch.library.custom_op("retouch::int8_product", _int8, mutates_args=())
+_int8_operator.register_fake(
+    lambda rows, _, columns, *more: rows.new_empty(len(rows), columns.shape[1], dtype=more[-1])
+)
 STORAGES |= {"fp8": Float8, "int8_w8a8": Int8}
 
 
@@ -195,7 +208,7 @@ INT8 = QuantizationFormat(8, quantize_int8, read_int8, ["I8"], f"SCB|weight_form
 
 @torch.compiler.assume_constant_result
 def has_tensor_cores(device: torch.device) -> bool:
-    """Return whether a device multiplies rows in e4m3 and e5m2; compute capability 8.9 and later, not AMD."""
+    """Return whether a device multiplies rows in e4m3; compute capability 8.9 and later, not AMD."""
     return _probe(device)
 
 
@@ -205,10 +218,10 @@ def _probe(device: torch.device) -> bool:
         return False
     samples, side = PROBE
     scales, columns = torch.ones(1, side, device=device), torch.zeros(side, side, device=device).to(E4M3).t()
+    rows, bias = torch.zeros(PROBE, device=device).to(E4M3), torch.zeros(side, device=device, dtype=torch.bfloat16)
     try:
-        for dtype in (E4M3, E5M2):
-            rows = torch.zeros(PROBE, device=device).to(dtype)
-            scaled_product(rows, torch.ones(samples, 1, device=device), columns, scales)
+        for fast in (True, False):
+            scaled_product(rows, torch.ones(samples, 1, device=device), columns, scales, bias, fast)
     except RuntimeError as error:
         log.warning(f"note: fp8 tensor cores cannot be used here: {reason(error)}")
         return False
@@ -223,68 +236,82 @@ def multiplies_int8(device: torch.device) -> bool:
     return has_capability(device, (7, 5))
 
 
-def scaled_product(rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor) -> Tensor:
-    """Multiply (n, k) in float8 with scales (n, 1) by (k, m) in e4m3 with scales (1, m) -> (n, m) in bf16.
+def scaled_product(
+    rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor, bias: Tensor | None, fast: bool
+) -> Tensor:
+    """Multiply (n, k) in e4m3 with scales (n, 1) by (k, m) in e4m3 with scales (1, m) -> (n, m) in bf16.
 
     Args:
         columns: column by column in memory.
+        bias: (m,) in bf16.
+        fast: whether sums may be less precise than float32, as suits inputs but not gradients.
     """
     return torch._scaled_mm(
         rows,
         columns,
         scale_a=row_scales,
         scale_b=column_scales,
+        bias=bias,
         out_dtype=torch.bfloat16,
-        use_fast_accum=rows.dtype == E4M3,  # gradients are summed in float32
+        use_fast_accum=fast,
     )
 
 
-# The tensor that was rounded last, by which it is recognized, and the result: q, k and v have one input.
-_last: tuple[object, list[Tensor]] = (None, [])
+# The tensor that was rounded last, its version and the kind of rounding, and the result: q, k and v have one input.
+_last: tuple[weakref.ref[Tensor], object, tuple[Tensor, Tensor]] | None = None
 
 
-def round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None, group: int = 1) -> list[Tensor]:
+def round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None, group: int = 1) -> tuple[Tensor, Tensor]:
     """Round (..., k), rotated, or times factors (1, k) or (1, 1), to 8 bits -> (n, k), and scales (n, 1) in float32."""
     global _last
-    flat = x.reshape(-1, x.shape[-1]).contiguous()  # as products read the result
+    if torch.compiler.is_compiling() or factors is not None or x.is_inference():
+        return _round(x, dtype, factors, group)
+    last, kind = _last, (x._version, dtype, group)  # CUDA's backward pass has its own thread
+    if last is None or last[0]() is not x or last[1] != kind:
+        last = _last = weakref.ref(x, _forget), kind, _round(x, dtype, None, group)
+    return last[2]
+
+
+def _forget(dead: weakref.ref[Tensor]) -> None:
+    global _last
+    if _last is not None and _last[0] is dead:
+        _last = None
+
+
+def _round(x: Tensor, dtype: torch.dtype, factors: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
+    x = rotate(x.reshape(-1, x.shape[-1]), group)
+    if not torch.compiler.is_compiling() and available(x.device):
+        return rounded_rows(x if x.stride(1) == 1 else x.contiguous(), dtype, factors, LARGEST[dtype])
+    x = x.contiguous()  # as products read the result
     # A single row (modulation) would be one more graph.
-    if torch.compiler.is_compiling() or len(flat) == 1:
-        return list(_round_rows(rotate(flat, group), dtype, factors))
-    if factors is not None or x.is_inference():
-        return list(fused(_round_rows, rotate(flat, group), dtype, factors))
-    layout = x.storage_offset(), x.shape, x.stride(), x.dtype
-    key = StorageWeakRef(x.untyped_storage()), x._version, layout, dtype, group
-    last = _last  # CUDA's backward pass has its own thread
-    if last[0] != key:
-        last = _last = key, list(fused(_round_rows, rotate(flat, group), dtype, None))
-    return last[1]
+    return _round_rows(x, dtype, factors) if len(x) == 1 else fused(_round_rows, x, dtype, factors)
 
 
 def rotate(x: Tensor, group: int) -> Tensor:
     """Rotate each group of (n, k), which spreads outliers (ConvRot, arXiv 2512.03673); a second rotation returns x."""
-    return x if group == 1 else _rotated(x, group)
+    if group == 1:
+        return x
+    return _rotated(x, group) if torch.compiler.is_compiling() else _rotate(x, group)
+
+
+@torch.no_grad()
+def _rotate(x: Tensor, group: int) -> Tensor:
+    with without_autocast(x.device):
+        if x.device.type != "cpu":
+            return (x.reshape(-1, group) @ _hadamard(group, x.dtype, x.device)).view(x.shape)
+        # Two small factors of the matrix and pieces in a CPU's cache take a quarter of the time.
+        side, count = min(group, 16), max(1, PIECE // x.shape[1])
+        right, left = _hadamard(side, x.dtype, x.device), _hadamard(group // side, x.dtype, x.device)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for rows, rotated in zip(x.split(count), y.split(count), strict=True):
+            parts = (rows.reshape(-1, side) @ right).view(-1, len(left), side)
+            rotated.copy_((parts if len(left) == 1 else left @ parts).view(rotated.shape))
+        return y
 
 
 # An operator: torch.compile would trace the matrices.
-@torch.library.custom_op("retouch::rotated", mutates_args=())
-def _rotated(x: Tensor, group: int) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _rotate(x, y, group)
-    return y
-
-
+_rotated = torch.library.custom_op("retouch::rotated", _rotate, mutates_args=())
 _rotated.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-
-
-def _rotate(x: Tensor, y: Tensor, group: int) -> None:
-    """Write a rotated tensor (n, k) to y, which may be x."""
-    # On a CPU, two small factors of the matrix and pieces in its cache take a quarter of the time.
-    side, count = (min(group, 16), PIECE // x.shape[1]) if x.device.type == "cpu" else (group, len(x))
-    right, left = _hadamard(side, x.dtype, x.device), _hadamard(group // side, x.dtype, x.device)
-    with without_autocast(x.device):
-        for rows, rotated in zip(x.split(max(1, count)), y.split(max(1, count)), strict=True):
-            parts = (rows.reshape(-1, side) @ right).view(-1, len(left), side)
-            rotated.copy_((parts if len(left) == 1 else left @ parts).view(rotated.shape))
 
 
 @cache
@@ -341,6 +368,8 @@ def _scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def transposed(weight: Tensor) -> Tensor:
     """Transpose (out, in) of one-byte elements -> (in, out), contiguous."""
+    if not torch.compiler.is_compiling() and available(weight.device):
+        return transposed_bytes(weight)
     return fused(_transposed, weight.view(torch.uint8)).view(weight.dtype)
 
 

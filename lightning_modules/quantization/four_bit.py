@@ -38,8 +38,8 @@ class FourBit(Storage):
         packed, absmax, *nested = parts
         if nested:
             offset, absmax2, code = nested
-            absmax = bnb.functional.dequantize_blockwise(absmax, None, absmax2, code, None, self.nested_blocksize)
-            absmax = absmax + offset
+            scales = torch.ops.bitsandbytes.dequantize_blockwise.default
+            absmax = scales(absmax, absmax2, code, self.nested_blocksize, torch.float32).add_(offset)
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         return kernel(packed, absmax.float(), self.blocksize, self.quant_type, shape, self.dtype).to(dtype)
 

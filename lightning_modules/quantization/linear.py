@@ -1,4 +1,4 @@
-"""Linear layers with frozen quantized weights: the operators that multiply by them, and their layouts in files.
+"""Linear layers with frozen quantized weights: the functions that multiply by them, and their layouts in files.
 
 The backward pass needs only the quantized weight, kept as saved tensors: gradient checkpointing and offloading can free
 it. bitsandbytes' own layers also keep their inputs.
@@ -42,71 +42,77 @@ SCALED = "|".join((*SCALES, *HINTS, "comfy_quant"))
 class Storage:
     """Arithmetic of a frozen weight W (out, in) that is stored in parts."""
 
+    name: str  # the key of `STORAGES`, then its arguments
     group = 1  # inputs that are rotated together; 1 for none
 
     def weight(self, parts: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return W (out, in)."""
         raise NotImplementedError
 
-    def round_inputs(self, x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Round (..., in) for `product`; return nothing if it multiplies unrounded inputs."""
-        return []
-
-    def round_gradients(self, grad: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Round (..., out) for `input_gradient`; return nothing if it multiplies unrounded gradients."""
-        return []
-
     def product(
-        self, x: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int], bias: Tensor | None
+        self, x: Tensor, parts: Sequence[Tensor], shape: tuple[int, int], bias: Tensor | None, rounds: bool
     ) -> Tensor:
-        """Multiply (..., in), or what it was rounded to, by W^T and add a bias (out,) -> (..., out)."""
+        """Multiply (..., in) by W^T and add a bias (out,) -> (..., out).
+
+        Args:
+            rounds: whether x may be rounded to 8 bits.
+        """
+        if torch.compiler.is_compiling():
+            return unrounded_product(x, list(parts), bias, self.name, *shape)
         return F.linear(x, self.weight(parts, shape, x.dtype), bias)
 
-    def input_gradient(
-        self, grad: Tensor, rounded: Sequence[Tensor], parts: Sequence[Tensor], shape: tuple[int, int]
-    ) -> Tensor:
-        """Multiply (..., out), or what it was rounded to, by W -> (..., in)."""
+    def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int], rounds: bool) -> Tensor:
+        """Multiply (..., out) by W -> (..., in).
+
+        Args:
+            rounds: whether the gradient may be rounded to 8 bits.
+        """
+        if torch.compiler.is_compiling():
+            return unrounded_gradient(grad, list(parts), self.name, *shape)
         return grad @ self.weight(parts, shape, grad.dtype)
 
 
-# Custom operators: torch.compile would compute a layer's weight once for both passes and keep it between them, and
-# selective checkpointing would compute it once more. Rounding is outside: compiled, it is part of the kernel before it.
-@torch.library.custom_op("retouch::frozen_product", mutates_args=())
-def frozen_product(
-    x: Tensor, rounded: list[Tensor], parts: list[Tensor], bias: Tensor | None, storage: str, out_features: int
+# Operators: torch.compile would compute a layer's weight once for both passes and keep it between them.
+@torch.library.custom_op("retouch::unrounded_product", mutates_args=())
+def unrounded_product(
+    x: Tensor, parts: list[Tensor], bias: Tensor | None, storage: str, out_features: int, in_features: int
 ) -> Tensor:
-    """Compute x W^T + bias, differentiable in x; the backward pass computes W again from its parts."""
-    return _storage(storage).product(x, rounded, parts, (out_features, x.shape[-1]), bias).contiguous()
+    """Compute x W^T + bias in a compiled graph."""
+    return F.linear(x, read_storage(storage).weight(parts, (out_features, in_features), x.dtype), bias)
 
 
-@torch.library.custom_op("retouch::frozen_input_gradient", mutates_args=())
-def frozen_input_gradient(
-    grad: Tensor, rounded: list[Tensor], parts: list[Tensor], storage: str, in_features: int
-) -> Tensor:
-    """Compute grad W."""
-    return _storage(storage).input_gradient(grad, rounded, parts, (grad.shape[-1], in_features)).contiguous()
+@torch.library.custom_op("retouch::unrounded_gradient", mutates_args=())
+def unrounded_gradient(grad: Tensor, parts: list[Tensor], storage: str, out_features: int, in_features: int) -> Tensor:
+    """Compute grad W in a compiled graph."""
+    return grad @ read_storage(storage).weight(parts, (out_features, in_features), grad.dtype)
 
 
-@frozen_product.register_fake
-@frozen_input_gradient.register_fake
-def _(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], others[-1])
+unrounded_product.register_fake(lambda x, *others: x.new_empty(*x.shape[:-1], others[-2]))
+unrounded_gradient.register_fake(lambda grad, *others: grad.new_empty(*grad.shape[:-1], others[-1]))
 
 
-def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, rounded, parts, _, ctx.storage, _ = inputs
-    ctx.in_features, ctx.rounded = x.shape[-1], len(rounded)
-    ctx.save_for_backward(*parts)
+class FrozenProduct(torch.autograd.Function):
+    """Product with a frozen weight, differentiable in x; the backward pass computes the weight again from its parts."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        storage: Storage,
+        shape: tuple[int, int],
+        rounds: bool,
+        *parts: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*parts)
+        ctx.arguments = storage, shape, rounds
+        return storage.product(x, parts, shape, bias, rounds)
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    parts = list(ctx.saved_tensors)
-    rounded = _storage(ctx.storage).round_gradients(grad, parts) if ctx.rounded else []
-    x_grad = frozen_input_gradient(grad, rounded, parts, ctx.storage, ctx.in_features)
-    return x_grad, [None] * ctx.rounded, [None] * len(parts), None, None, None
-
-
-frozen_product.register_autograd(_backward, setup_context=_save_parts)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        storage, shape, rounds = ctx.arguments
+        parts = ctx.saved_tensors
+        return storage.input_gradient(grad, parts, shape, rounds), *[None] * (4 + len(parts))
 
 
 class QuantizedLinear(nn.Linear):
@@ -131,7 +137,7 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.storage = storage
-        self._arithmetic = _storage(storage)
+        self._arithmetic = read_storage(storage)
         self.group = self._arithmetic.group
         self.out_features, self.in_features = shape
         self.compute_dtype = dtype  # the name that peft and diffusers look for
@@ -160,19 +166,24 @@ class QuantizedLinear(nn.Linear):
     @torch.no_grad()
     def exact_product(self, x: Tensor) -> Tensor:
         """Multiply (..., in) by the dequantized weight -> (..., out) in x's dtype, without rounding x to 8 bits."""
-        return frozen_product(x, [], self.parts(), None, self.storage, self.out_features)
+        return self._arithmetic.product(x, self.parts(), (self.out_features, self.in_features), None, False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, parts = x.to(compute_dtype(x)), self.parts()
-        rounded = self._arithmetic.round_inputs(x.detach(), parts) if self.rounds else []
+        x = x.to(compute_dtype(x))
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return frozen_product(x, rounded, parts, bias, self.storage, self.out_features)
+        shape, parts = (self.out_features, self.in_features), self.parts()
+        if x.requires_grad and torch.is_grad_enabled():
+            return FrozenProduct.apply(x, bias, self._arithmetic, shape, self.rounds, *parts)
+        return self._arithmetic.product(x, parts, shape, bias, self.rounds)
 
 
 @cache
-def _storage(name: str) -> Storage:
+def read_storage(name: str) -> Storage:
+    """Return the storage of a key of `STORAGES` and its arguments."""
     kind, *arguments = name.split()
-    return STORAGES[kind](*arguments)
+    storage = STORAGES[kind](*arguments)
+    storage.name = name
+    return storage
 
 
 # Builds a layer from its tensors (on its device, named without the layer's name, the bias in its final dtype), its

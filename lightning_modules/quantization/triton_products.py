@@ -1,4 +1,7 @@
-"""Products of int8 matrices on NVIDIA tensor cores, summed in int32 and scaled in the same kernel, in Triton."""
+"""Triton kernels of 8-bit layers for NVIDIA GPUs: int8 products, rounding rows, transposing.
+
+Products are summed in int32 and scaled in the same kernel.
+"""
 
 import logging
 import subprocess
@@ -62,7 +65,7 @@ def kernel() -> Any:
                 inside = inner < k - start - half * tile_inner
                 a = tl.load(left, mask=(i < n)[:, None] & inside[None, :], other=0)
                 b = tl.load(right, mask=inside[:, None] & (j < m)[None, :], other=0)
-                total = tl.dot(a, b, total)
+                total = tl.dot(a, b, total, out_dtype=tl.int32)  # which Triton before 3.8 does not infer
                 left += tile_inner
                 right += tile_inner * stride_k
         y = total.to(tl.float32) * tl.load(row_scales + i, mask=i < n)[:, None]
@@ -104,16 +107,109 @@ def int8_product(
     return output
 
 
+@cache
+def rounding_kernel() -> Any:
+    """Build the kernel that rounds rows to 8 bits, by the formula of `eight_bit.round_rows`."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def round_row(  # type: ignore[no-untyped-def]
+        x, factors, output, scales, k, stride, tiny,  # noqa: ANN001
+        largest: tl.constexpr, normal: tl.constexpr, eps: tl.constexpr, step: tl.constexpr, block: tl.constexpr,
+    ) -> None:  # fmt: skip
+        row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+        top = tl.zeros((block,), tl.int32)
+        for start in range(0, k, block):
+            y = tl.load(x + row * stride + start + at, mask=start + at < k, other=0).to(tl.float32)
+            if step is not None:
+                y *= tl.load(factors + (start + at) * step, mask=start + at < k, other=0)
+            # Magnitudes are in the order of their bits, in which NaN is the largest.
+            top = tl.maximum(top, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        scale = tl.div_rn(tl.max(top, 0).to(tl.float32, bitcast=True), largest)
+        scale = tl.where(scale < tiny, tiny, scale)
+        tl.store(scales + row, scale)
+        for start in range(0, k, block):  # the row is in the cache now
+            y = tl.load(x + row * stride + start + at, mask=start + at < k, other=0).to(tl.float32)
+            if step is not None:
+                y *= tl.load(factors + (start + at) * step, mask=start + at < k, other=0)
+            y = tl.div_rn(y, scale)
+            y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))
+            # Adding 1.5 * 2^23 steps rounds to a step, half to even; for 8.9 Triton's cast would round twice.
+            magic = 12582912.0
+            if eps is not None:
+                power = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+                magic *= eps * tl.where(power < normal, normal, power)
+            y = (y + magic) - magic
+            tl.store(output + row * k + start + at, y.to(output.dtype.element_ty), mask=start + at < k)
+
+    return round_row
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None, largest: float) -> tuple[Tensor, Tensor]:
+    """Round (n, k), times factors (1, k) or (1, 1) in float32, to (n, k) in 8 bits and scales (n, 1).
+
+    Args:
+        x: with contiguous rows.
+        largest: the value that a row's largest magnitude is scaled to.
+    """
+    n, k = x.shape
+    output, scales = x.new_empty(n, k, dtype=dtype), x.new_empty(n, 1, dtype=torch.float32)
+    step = None if factors is None else int(factors.shape[1] > 1)
+    kind = torch.finfo(dtype) if dtype.is_floating_point else None
+    with torch.cuda.device_of(x):
+        rounding_kernel()[(n,)](
+            x, x if factors is None else factors, output, scales, k, x.stride(0), torch.finfo(torch.float32).tiny,
+            largest, kind and kind.tiny, kind and kind.eps, step, 1024,
+        )  # fmt: skip
+    return output, scales
+
+
+@cache
+def transposing_kernel() -> Any:
+    """Build the kernel that transposes a matrix of bytes; PyTorch's own copy reads or writes single bytes."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def transpose(x, output, n, m, tile: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        i = tl.program_id(0) * tile + tl.arange(0, tile)
+        j = tl.program_id(1) * tile + tl.arange(0, tile)
+        mask = (i < n)[:, None] & (j < m)[None, :]
+        part = tl.load(x + i.to(tl.int64)[:, None] * m + j[None, :], mask=mask)
+        tl.store(output + j.to(tl.int64)[:, None] * n + i[None, :], tl.trans(part), mask=tl.trans(mask))
+
+    return transpose
+
+
+def transposed_bytes(x: Tensor) -> Tensor:
+    """Transpose (n, m) of one-byte elements -> (m, n), contiguous."""
+    (n, m), tile = x.shape, 128
+    output = x.new_empty(m, n)
+    with torch.cuda.device_of(x):
+        transposing_kernel()[(-(-n // tile), -(-m // tile))](x.view(torch.uint8), output.view(torch.uint8), n, m, tile)
+    return output
+
+
 def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
     """Return whether a device is an NVIDIA GPU of at least this compute capability."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= least
 
 
-@cache
 def available(device: torch.device) -> bool:
+    """Return whether `rounded_rows` and `transposed_bytes` run on a device: compute capability 7.5 or later."""
+    return device.type == "cuda" and _runs(device, (7, 5))
+
+
+def product_available(device: torch.device) -> bool:
     """Return whether `int8_product` runs on a device: compute capability 8.0 or later (Triton 3.8's bound), not AMD."""
-    if not has_capability(device, (8, 0)):
+    return device.type == "cuda" and _runs(device, (8, 0))  # traced on CPUs only
+
+
+@cache
+def _runs(device: torch.device, least: tuple[int, int]) -> bool:
+    if not has_capability(device, least):
         return False
     try:
         from triton.errors import TritonError
@@ -121,7 +217,10 @@ def available(device: torch.device) -> bool:
         return False
     try:
         one, scale = torch.ones(16, 16, device=device, dtype=torch.int8), torch.ones(16, 1, device=device)
-        int8_product(one, scale, one.t(), None, None, torch.bfloat16)
+        if least >= (8, 0):
+            int8_product(one, scale, one.t(), None, None, torch.bfloat16)
+        else:
+            rounded_rows(one.float(), torch.int8, None, 127.0)
     except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:  # no C compiler
         log.warning(f"note: Triton cannot be used here: {reason(error)}")
         return False

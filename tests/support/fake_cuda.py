@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_modules.adapters import rank_schedule
 from lightning_modules.execution import offload
 from lightning_modules.quantization import eight_bit, linear
-from lightning_modules.quantization.linear import frozen_input_gradient, frozen_product
 
 DEVICE = torch.device("cuda", 0)
 # PyTorch's default while a module is configured, as under Lightning; but another one, that nothing may follow.
@@ -51,11 +50,6 @@ WAITS = {
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
-# What PyTorch takes to be opaque, as it is written.
-KERNELS = {
-    torch.ops.retouch.frozen_product.default: frozen_product._init_fn,
-    torch.ops.retouch.frozen_input_gradient.default: frozen_input_gradient._init_fn,
-}
 
 
 def _place():
@@ -84,7 +78,7 @@ class FakeCuda(TorchDispatchMode):
         self.found, self.attended, self.allowed, self.called = Counter(), 0, set(), set()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._in_step = False
-        self._pinned, self._opened = {}, set()
+        self._pinned = {}
 
     @contextmanager
     def configuring(self):
@@ -125,12 +119,6 @@ class FakeCuda(TorchDispatchMode):
             return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
         kwargs = dict(kwargs or {})
         self.called.add(func.name())
-        if func in KERNELS:
-            kind = func, args[-2], args[0].dtype, args[0].shape
-            if kind not in self._opened:
-                self._opened.add(kind)
-                with self:
-                    return KERNELS[func](*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         pinned = kwargs.pop("pin_memory", None)
         on_device = any(tensor.is_cuda for tensor in given)
@@ -226,6 +214,7 @@ def fake_cuda():
         (offload, "_unpin", lambda *_: None),
         (linear, "FUSES", {}),
         (eight_bit, "available", lambda device: False),  # Triton wants addresses
+        (eight_bit, "product_available", lambda device: False),
         (bnb.nn, "Params4bit", lambda data, **_: torch.nn.Parameter(data, requires_grad=False)),
         (torch.utils, "swap_tensors", swap_tensors),
     ]

@@ -1,4 +1,4 @@
-"""int8 products in Triton: bits by its interpreter, instructions and shared memory by its compiler, without a GPU."""
+"""Triton kernels: bits by its interpreter, instructions and shared memory by its compiler, without a GPU."""
 
 import itertools
 import re
@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from lightning_modules.quantization import eight_bit, triton_products
-from lightning_modules.quantization.triton_products import TILES, available, int8_product
+from lightning_modules.quantization.eight_bit import E4M3, LARGEST
+from lightning_modules.quantization.triton_products import (
+    TILES,
+    available,
+    int8_product,
+    product_available,
+    rounded_rows,
+    transposed_bytes,
+)
 from tests.support.commands import run_code
+from tests.support.quantized import quantization
 
 # Bytes of shared memory for a block, by compute capability.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -50,7 +59,7 @@ def compare():
 
 @pytest.mark.slow
 def test_products_have_the_bits_of_the_reference_and_importing_them_needs_no_triton():
-    first = f"import sys; from {triton_products.__name__} import available; assert 'triton' not in sys.modules; "
+    first = f"import sys; from {triton_products.__name__} import int8_product; assert 'triton' not in sys.modules; "
     run_code(f"{first}from {__name__} import compare; compare()", TRITON_INTERPRET="1")
 
 
@@ -60,7 +69,7 @@ def tune():
         given = operands(rows, 40, 16, transposed=True)
         assert torch.equal(int8_product(*given, None, torch.float32), reference(*given, None, torch.float32))
         assert len(triton_products.kernel().cache) == choices
-    eight_bit.available = lambda device: True
+    eight_bit.product_available = lambda device: True
     found = eight_bit.Int8().multiply(given[:2], given[2:], None, torch.float16)
     wanted = int8_product(*given, None, torch.float16)
     assert torch.equal(found, wanted)
@@ -72,13 +81,56 @@ def test_layers_use_it_and_tiles_are_chosen_once_for_all_sizes_up_to_a_power_of_
     run_code(f"from {__name__} import tune; tune()", TRITON_INTERPRET="1")
 
 
+def same(found, wanted):
+    """Compare scales, and the rows whose scale is finite: of others the product is not finite, whatever they hold."""
+    (rows, scales), (wanted_rows, wanted_scales) = found, wanted
+    finite = wanted_scales.isfinite().flatten()
+    assert torch.equal(scales.nan_to_num(-1), wanted_scales.nan_to_num(-1))
+    assert torch.equal(rows[finite].float(), wanted_rows[finite].float())
+
+
+def compare_rounding():
+    """Compare rows of zeros, infinity, NaN and tiny values, of several lengths; and values around each tie."""
+    torch.manual_seed(0)
+    kinds = itertools.product((torch.int8, E4M3), (1, 1024, 2500), (torch.float32, torch.bfloat16, torch.float16))
+    for dtype, k, given in kinds:
+        x = (torch.randn(7, k + 3) * torch.logspace(-3, 3, 7)[:, None]).to(given)[:, :k]
+        x[0], x[1, k // 2], x[2, 0], x[3] = 0, float("inf"), float("nan"), 1e-30
+        for factors in (None, torch.rand(1, 1), torch.rand(1, k)):
+            same(rounded_rows(x, dtype, factors, LARGEST[dtype]), eight_bit._round_rows(x, dtype, factors))
+    values = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    values = values[values.isfinite()].unique()
+    ties = (values[1:] + values[:-1]) / 2
+    near = [ties.nextafter(values[1:]), ties.nextafter(values[:-1]), ties * (1 + 2**-12), ties * (1 - 2**-12)]
+    x = torch.cat([values, ties, *near])[None]  # scaled by 1
+    same(rounded_rows(x, E4M3, None, LARGEST[E4M3]), eight_bit._round_rows(x, E4M3, None))
+    x = torch.randint(256, (300, 130), dtype=torch.uint8)
+    assert torch.equal(transposed_bytes(x), x.t())
+
+
+def compare_layers():
+    """Compare a layer's products and gradients with those of PyTorch's formula."""
+    torch.manual_seed(0)
+    for format, dtype in (("fp8", E4M3), ("int8_w8a8", torch.int8)):
+        layer, found = quantization(format).quantize(torch.nn.Linear(96, 48)), []
+        grads = torch.randn(2, 32, 48)[:, :, ::2].repeat_interleave(2, -1)
+        for used in (False, True):
+            eight_bit.has_tensor_cores, eight_bit.available = lambda _: True, lambda _, used=used: used
+            x = torch.linspace(-3, 5, 2 * 32 * 96).view(2, 32, 96).requires_grad_()
+            y = layer(x)
+            y.backward(grads)
+            found.append((y.detach(), x.grad))
+        assert all(map(torch.equal, *found)), dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compare", [compare_rounding, compare_layers])
+def test_rows_are_rounded_by_the_formula(compare):
+    run_code(f"from {__name__} import {compare.__name__} as compare; compare()", TRITON_INTERPRET="1")
+
+
 def compiled(capability, tile, transposed):
     """Compile the kernel as for a layer of a transformer, with bf16 output."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = triton_products.kernel().fn
     pointers = {
         "rows": "*i8",
         "columns": "*i8",
@@ -90,12 +142,20 @@ def compiled(capability, tile, transposed):
     *sizes, warps, stages = tile
     names = "tile_rows", "tile_columns", "tile_inner", "scaled", "biased", "stride_k" if transposed else "stride_m"
     constants = dict(zip(names, (*sizes, True, True, 1), strict=True))
-    signature = {name: pointers.get(name, "i32") for name in function.arg_names} | dict.fromkeys(names, "constexpr")
-    divisible = [i for i, name in enumerate(function.arg_names) if name not in (*names, "n", "bucket")]
+    options = {"num_warps": warps, "num_stages": stages}
+    return build(capability, triton_products.kernel().fn, pointers, constants, ("n", "bucket"), options)
+
+
+def build(capability, function, kinds, constants, odd=(), options=None):
+    """Compile a kernel; parameters are divisible by 16 except `odd` ones."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: kinds.get(name, "i32") for name in function.arg_names} | dict.fromkeys(constants, "constexpr")
+    divisible = [i for i, name in enumerate(function.arg_names) if name not in (*constants, *odd)]
     source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
-    return triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
-    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options or {})
 
 
 @pytest.fixture(autouse=True)
@@ -119,11 +179,36 @@ def test_cubins_multiply_int8_on_tensor_cores_within_shared_memory(capability):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", [75, *SHARED])
+def test_cubins_round_and_transpose_in_wide_words(capability):
+    """Read and write at least 8 bytes a thread at once; divide and cast as PyTorch does."""
+    kinds = [("i8", 127.0, None), ("fp8e4nv", 448.0, E4M3)]
+    for name, largest, dtype in kinds if capability >= 89 else kinds[:1]:
+        limits = dtype and torch.finfo(dtype)
+        for step in (None, 0, 1):
+            constants = {"largest": largest, "normal": limits and limits.tiny, "eps": limits and limits.eps}
+            pointers = {"x": "*bf16", "factors": "*fp32", "output": f"*{name}", "scales": "*fp32", "tiny": "fp32"}
+            constants |= {"step": step, "block": 1024}
+            kernel = build(capability, triton_products.rounding_kernel(), pointers, constants, ("tiny",))
+            ptx = kernel.asm["ptx"]
+            assert kernel.asm["cubin"]
+            assert "ld.global.v4.b32" in ptx
+            assert "st.global.v2.b32" in ptx
+            assert "div.rn.f32" in ptx
+            assert ".ftz" not in ptx
+            assert dtype is None or "cvt.rn.satfinite.e4m3x2" in ptx
+    kernel = build(capability, triton_products.transposing_kernel(), {"x": "*u8", "output": "*u8"}, {"tile": 128})
+    assert kernel.asm["cubin"]
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= {*re.findall(r"(?:ld|st)\.global\S*", kernel.asm["ptx"])}
+
+
+@pytest.mark.slow
 def test_triton_compiles_no_int8_product_for_the_20_series():
-    """Show why `available` starts at 8.0: Triton has no such product below, where torch._int_mm runs."""
+    """Show why `product_available` starts at 8.0: Triton has no such product below, where torch._int_mm runs."""
     with pytest.raises(RuntimeError, match="PassManager"):
         compiled(75, TILES[-1], transposed=True)
 
 
 def test_a_cpu_has_none():
     assert not available(torch.device("cpu"))
+    assert not product_available(torch.device("cpu"))
