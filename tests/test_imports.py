@@ -40,6 +40,12 @@ def test_training_starts_without_libraries_that_it_may_not_use(task):
     assert frozen > 500_000
 
 
+def test_only_the_first_import_freezes_what_is_there():
+    """A model that stays loaded, as in the page's process, would never be freed."""
+    again = "import gc; a = gc.get_freeze_count(); import_task('tasks.caches.clean'); assert gc.get_freeze_count() == a"
+    loaded(f"from tasks.check_keys import import_task; import_task('tasks.caches.clean'); {again}")
+
+
 def test_a_prediction_with_a_lora_loads_no_library_that_it_does_not_use(trained, photo, tmp_path):
     arguments = [
         f"lora={trained}",
