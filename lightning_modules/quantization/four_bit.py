@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from datamodules.errors import UserError
 from lightning_modules.quantization.linear import STORAGES, QuantizationFormat, QuantizedLinear, Storage, in_pieces
 
-# bitsandbytes wraps its kernels for rare devices in torch.compile, which imports Inductor: 570 modules for nothing.
+# bitsandbytes compiles its kernels for devices without any of their own, and even their decorator imports Inductor.
 compiles = os.environ.get("TORCHDYNAMO_DISABLE", "0")
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 import bitsandbytes as bnb  # noqa: E402
