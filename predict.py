@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from runs.run_folder import shorten
 from runs.signals import INTERRUPTS, stop
 from tasks.arguments import hydras_errors, read_arguments
-from tasks.check_keys import check_keys, check_read, chosen_task
+from tasks.check_keys import check_keys, check_read, chosen_task, import_task
 from tasks.check_values import check_ranges
 from tasks.folders import IN_CACHE_DIR, output_in_use
 from tasks.resolvers import CONF
@@ -22,7 +22,6 @@ from tasks.terminal import command_line, end_workers, one_line_errors
 def _run(cfg: DictConfig) -> None:
     """Run one task."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.utils import get_method
 
     output_dir = shorten(HydraConfig.get().runtime.output_dir)
     try:
@@ -32,7 +31,7 @@ def _run(cfg: DictConfig) -> None:
             check_ranges(cfg, "predict")
             check_read(cfg.task, HydraConfig.get().overrides.task)
             with contextlib.nullcontext() if cfg.task in IN_CACHE_DIR else output_in_use(output_dir):
-                get_method(task)(cfg, output_dir)
+                import_task(task)(cfg, output_dir)
             stop.check()
     finally:
         end_workers()
@@ -42,6 +41,7 @@ def _run(cfg: DictConfig) -> None:
 
 def _run_from_stdin() -> None:
     """Run the commands of stdin, each line a JSON list of argument lists, and keep the model loaded between them."""
+    import_task("tasks.edit.edit")
     from tasks.edit import KEPT
 
     for number in INTERRUPTS:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from runs.run_folder import shorten
 from runs.signals import stop
 from tasks.arguments import hydras_errors, read_arguments
-from tasks.check_keys import check_keys, chosen_task
+from tasks.check_keys import check_keys, chosen_task, import_task
 from tasks.check_values import check_ranges, check_run, check_shards
 from tasks.folders import output_in_use
 from tasks.placement import queued_again
@@ -31,7 +31,6 @@ def job(cfg: DictConfig) -> float | None:
     configure_logging()
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-    from hydra.utils import get_method
 
     hydra_cfg = HydraConfig.get()
     in_sweep = hydra_cfg.mode is RunMode.MULTIRUN
@@ -57,7 +56,7 @@ def job(cfg: DictConfig) -> float | None:
 
                         resumes = cfg.resume is not None or cfg.ckpt_path is not None
                         around.enter_context(mirrored(url, output_dir, resumes))
-                return get_method(task)(cfg, output_dir)
+                return import_task(task)(cfg, output_dir)
     finally:
         with contextlib.suppress(OSError):  # missing, or not empty
             output_dir.rmdir()

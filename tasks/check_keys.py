@@ -1,10 +1,12 @@
 """Keys of the settings: declared by conf/, read by a task. Every other key is refused, wherever it is given."""
 
+import gc
 import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import yaml
@@ -208,6 +210,22 @@ def chosen_task(task: str, script: str) -> str:
     for other in TASKS.keys() - {script}:
         hint = f"It is a task of {other}.py." if task in TASKS[other] else hint
     raise UserError(f"task={task}: there is no such task of {script}.py. {hint}")
+
+
+def import_task(name: str) -> Callable[[DictConfig, Path], Any]:
+    """Import the function of a task.
+
+    Imports create a million objects and no garbage: the collector would take a quarter of the time to find none.
+    """
+    from hydra.utils import get_method
+
+    gc.disable()
+    try:
+        return get_method(name)
+    finally:
+        if not gc.get_freeze_count():  # later a model may be loaded, which would never be freed
+            gc.freeze()
+        gc.enable()
 
 
 def closest(word: str, others: Iterable[str], most: float) -> str | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
@@ -113,4 +112,6 @@ def matrix_peak(device: torch.device, side: int = 8192, dtype: torch.dtype = tor
 
 def mean_seconds(run: Callable[[], Any], rounds: int) -> float:
     """Return the mean seconds of a call, after two that warm up; a GPU is waited for."""
+    from torch.utils.benchmark import Timer  # imports setuptools
+
     return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()).timeit(rounds).mean

@@ -1,15 +1,22 @@
 """fp4 and nf4 (arXiv 2305.14314): 4 bits a weight and a scale for each block of 64, by bitsandbytes' kernels."""
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
 from datamodules.errors import UserError
 from lightning_modules.quantization.linear import STORAGES, QuantizationFormat, QuantizedLinear, Storage, in_pieces
+
+# bitsandbytes compiles its kernels for devices without any of their own, and even their decorator imports Inductor.
+compiles = os.environ.get("TORCHDYNAMO_DISABLE", "0")
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+import bitsandbytes as bnb  # noqa: E402
+
+os.environ["TORCHDYNAMO_DISABLE"] = compiles
 
 # A layer's tensor in safetensors files by which its format is detected.
 QUANT_STATES = {quant_type: f"weight.quant_state.bitsandbytes__{quant_type}" for quant_type in ("fp4", "nf4")}

@@ -1,5 +1,6 @@
 """Measurements on images that find faults in pairs."""
 
+import imagehash
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -145,6 +146,12 @@ def test_a_mask_may_be_of_any_size(tmp_path, size):
     found = inspect_sample(Sample("a", paths[0], (paths[1],), ("x",), mask=paths[2]), ()).findings
     kinds = [finding.kind for finding in found if finding.kind in (Kind.UNREADABLE, Kind.MASK)]
     assert kinds == ([Kind.MASK] if size == (1, 1) else [])
+
+
+@pytest.mark.parametrize("photo", PHOTOGRAPHS)
+def test_a_print_has_the_bits_of_imagehash(photo):
+    for image in (picture(photo), recompressed(picture(photo), 30), picture(photo).crop((50, 0, 300, 384))):
+        assert Print.of(image).hash == int(str(imagehash.phash(image)), 16)
 
 
 def test_copies_are_near_and_other_pictures_are_not():
