@@ -20,9 +20,8 @@ LIBRARIES = {
     "FA3": "build flash_attn_interface from the folder hopper of github.com/Dao-AILab/flash-attention",
     "FA4": "pip install --pre flash-attn-4",
 }
-# PyTorch's kernels in the order in which they are preferred for unmasked attention, by compute capability. On an H100
-# cuDNN's is twice as fast as FlashAttention-2, on other cards slower (docs/speed.md). With masks it can be NaN
-# (PyTorch's issue 196678).
+# The order of PyTorch's kernels for unmasked attention on cards where cuDNN's is the fastest: twice as fast as
+# FlashAttention-2 on an H100, slower on other cards (docs/speed.md). With masks it can be NaN (PyTorch's issue 196678).
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -30,6 +29,9 @@ CUDNN_FIRST = [
     SDPBackend.MATH,
 ]
 CUDNN_CAPABILITIES = ((9, 0), (10, 0))
+# Tokens from which it is faster in eager steps, which wait for Python: a call takes the CPU longer. On an H100 it was
+# faster with 8,704 tokens, and mostly slower with 4,600 and less.
+CUDNN_EAGER = 8192
 
 # Around attention in a checkpointed block: keeps its output, or returns it instead of computing it again.
 _kept: AbstractContextManager[Any] | None = None
@@ -114,7 +116,8 @@ def _register(backend: Any, unmasked: list[SDPBackend] | None) -> None:
     @wraps(own)
     def attend(**arguments: Any) -> Tensor:
         ordered: AbstractContextManager[Any] = nullcontext()
-        if unmasked is not None and arguments.get("attn_mask") is None:
+        long = torch.compiler.is_compiling() or arguments["query"].shape[1] >= CUDNN_EAGER
+        if unmasked is not None and long and arguments.get("attn_mask") is None:
             ordered = sdpa_kernel(unmasked, set_priority=True)
         with _kept or nullcontext(), ordered:
             return DenseGradient.apply(own(**arguments))

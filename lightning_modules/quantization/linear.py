@@ -281,4 +281,5 @@ def fused(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
 
 @cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(run, dynamic=True, recompile_limit=32)  # type: ignore[call-overload]
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    return torch.compile(run, dynamic=True)

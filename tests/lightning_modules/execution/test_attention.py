@@ -78,7 +78,7 @@ def test_compiled_blocks_keep_attention_and_send_dense_gradients(tiny, monkeypat
 
 
 def test_cudnn_comes_first_where_there_is_no_mask(tiny, monkeypatch):
-    """In eager and in compiled steps; the order is part of the graph."""
+    """In long eager and in all compiled steps; the order is part of the graph."""
     module, seen = with_a_block_of_each_kind(made(tiny, "lora", "bf16")), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     attention.set_attention_backend(module.transformer, None, torch.device("cuda"))
@@ -100,6 +100,10 @@ def test_cudnn_comes_first_where_there_is_no_mask(tiny, monkeypatch):
 
     with monkeypatch.context() as eager:
         eager.setattr(torch.nn.functional, "scaled_dot_product_attention", look)
+        step(module)
+        assert not any(order[0] == SDPBackend.CUDNN_ATTENTION for order in seen), "short"
+        seen.clear()
+        eager.setattr(attention, "CUDNN_EAGER", 16)
         step(module)
     assert seen == [CUDNN_FIRST] * len(blocks(module.transformer))
     seen.clear()
@@ -124,6 +128,7 @@ def test_masked_attention_is_not_cudnn_s(repositories, monkeypatch):
         return own(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", look)
+    monkeypatch.setattr(attention, "CUDNN_EAGER", 1)
     x_t, t, controls, prompt = inputs(module)
     module.denoise(x_t, t, controls, prompt)
     module.denoise(x_t, t, controls, {name: one for name, one in prompt.items() if not name.endswith("_mask")})
