@@ -11,6 +11,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same suite, whatever the machine has
 os.environ["OMP_NUM_THREADS"] = "1"  # workers on few cores
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"  # not a person's
 os.environ["COLUMNS"] = "250"  # long paths stay on one line
 os.environ["XDG_STATE_HOME"] = f"{tempfile.gettempdir()}/retouch-tests-{os.getuid()}"  # not the key of a person
 

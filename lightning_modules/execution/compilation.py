@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,10 +26,6 @@ GRAPHS = 16
 EARNED = 300
 
 
-# Kernels of earlier runs, by torch: next to models, which are kept where /tmp is lost.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(HF_HOME) / "torchinductor"))
-
-
 def compiles(setting: bool | str, device: torch.device, passes: int) -> bool:
     """Return whether `model.compile=setting` compiles a run of this many forward and backward passes."""
     if setting != "auto":
@@ -47,6 +44,7 @@ def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none")
         policy: what the graphs recompute, of `recomputed_blocks`.
     """
     log.info("compiling the transformer's blocks: once, for about a minute, and faster in later runs")
+    _keep_kernels()
     _log_graphs()
     found = blocks(transformer)
     chosen = set(recomputed_blocks(transformer, policy))
@@ -62,6 +60,17 @@ def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none")
             )
         else:
             block.forward = _Compiled(forward, used, dynamic, state)
+
+
+def _keep_kernels() -> None:
+    """Keep kernels for later runs next to models, if nobody chose a folder: torch's own in /tmp may be lost."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder, name = Path(HF_HOME, "torchinductor"), "TORCHINDUCTOR_CACHE_DIR"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.environ.get(name) in (None, default_cache_dir()) and os.access(folder, os.W_OK):
+            os.environ[name] = str(folder)
 
 
 @cache
