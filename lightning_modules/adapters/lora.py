@@ -174,11 +174,10 @@ class InOneProduct:
         """x (..., in) and y = W x + b (..., out) -> y + s B A x, in y's memory."""
         hidden = module.lora_A[active_adapter](module.lora_dropout[active_adapter](x))
         up, scale = used_weight(module.lora_B[active_adapter]), module.scaling[active_adapter]
-        hidden = hidden if scale == 1 else scale * hidden
-        if torch.compiler.is_compiling() or result._is_view():
-            sums = torch.addmm(result.flatten(0, -2), hidden.flatten(0, -2), up.t())
-            return sums.view(result.shape)
-        return _AddProduct.apply(result, hidden.to(result.dtype), up.to(result.dtype))
+        hidden, up = (hidden if scale == 1 else scale * hidden).to(result.dtype), up.to(result.dtype)
+        if torch.compiler.is_compiling() or result._is_view():  # cannot change in place
+            return torch.addmm(result.flatten(0, -2), hidden.flatten(0, -2), up.t()).view(result.shape)
+        return _AddProduct.apply(result, hidden, up)
 
 
 class _AddProduct(torch.autograd.Function):

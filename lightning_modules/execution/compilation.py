@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,15 +50,13 @@ def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none")
     # Several lists may have one class (Z-Image has three): their graphs differ but count as one function's.
     graphs = len({name.rpartition(".")[0] for name in found}) * GRAPHS
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
-    state = _State()
+    _Compiled.fails = False
     for block in found.values():
         used, forward = policy if block in chosen else "none", block.forward
         if isinstance(forward, LastBlock):
-            forward.full, forward.compute = (
-                _Compiled(run, used, dynamic, state) for run in (forward.full, forward.compute)
-            )
+            forward.full, forward.compute = (_Compiled(run, used, dynamic) for run in (forward.full, forward.compute))
         else:
-            block.forward = _Compiled(forward, used, dynamic, state)
+            block.forward = _Compiled(forward, used, dynamic)
 
 
 def _keep_kernels() -> None:
@@ -84,13 +81,6 @@ def _log_graphs() -> None:
     torch._dynamo.callback_handler.register_end_callback(note)
 
 
-@dataclass
-class _State:
-    """State that the compiled blocks of a transformer share."""
-
-    failed: bool = False
-
-
 class _Compiled:
     """A compiled forward; where compiling fails (no Triton, no C compiler, an old card), the eager one, with one note.
 
@@ -99,7 +89,9 @@ class _Compiled:
         policy: what its graph recomputes.
     """
 
-    def __init__(self, forward: Callable[..., Any], policy: str, dynamic: bool | None, state: _State) -> None:
+    fails = False  # for all blocks
+
+    def __init__(self, forward: Callable[..., Any], policy: str, dynamic: bool | None) -> None:
         self.own: Callable[..., Any] = forward.own if isinstance(forward, _Compiled) else forward
         own = self.own
         again = own if policy == "none" else recomputed(own, policy, compiled=True)
@@ -107,18 +99,18 @@ class _Compiled:
         def run(*args: Any, **kwargs: Any) -> Any:
             return again(*args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 
-        self._eager, self._state = run, state
+        self._eager = run
         self._compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._state.failed:
+        if _Compiled.fails:
             return self._eager(*args, **kwargs)
         try:
             return self._compiled(*args, **kwargs)
         except Exception as error:
             if (cause := why_not_compiled(error)) is None:
                 raise
-            self._state.failed = True
+            _Compiled.fails = True
             log.warning(f"note: steps are slower than possible: the blocks cannot be compiled: {cause}")
             return self._eager(*args, **kwargs)
 

@@ -370,8 +370,4 @@ def transposed(weight: Tensor) -> Tensor:
     """Transpose (out, in) of one-byte elements -> (in, out), contiguous."""
     if not torch.compiler.is_compiling() and available(weight.device):
         return transposed_bytes(weight)
-    return fused(_transposed, weight.view(torch.uint8)).view(weight.dtype)
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.t().contiguous()
+    return weight.view(torch.uint8).t().contiguous().view(weight.dtype)
