@@ -173,7 +173,10 @@ class InOneProduct:
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
         """x (..., in) and y = W x + b (..., out) -> y + s B A x, in y's memory."""
         hidden = module.lora_A[active_adapter](module.lora_dropout[active_adapter](x))
-        up, scale = used_weight(module.lora_B[active_adapter]), module.scaling[active_adapter]
+        half, scale = module.lora_B[active_adapter], module.scaling[active_adapter]
+        if not torch.is_grad_enabled():  # images have the bits of peft's own layers, which load the file
+            return result + half(hidden) * scale
+        up = used_weight(half)
         hidden, up = (hidden if scale == 1 else scale * hidden).to(result.dtype), up.to(result.dtype)
         if torch.compiler.is_compiling() or result._is_view():  # cannot change in place
             return torch.addmm(result.flatten(0, -2), hidden.flatten(0, -2), up.t()).view(result.shape)
