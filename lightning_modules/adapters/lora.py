@@ -178,18 +178,18 @@ class InOneProduct:
             return result + half(hidden) * scale
         up = used_weight(half)
         hidden, up = (hidden if scale == 1 else scale * hidden).to(result.dtype), up.to(result.dtype)
-        if torch.compiler.is_compiling() or result._is_view():  # cannot change in place
+        if torch.compiler.is_compiling():
             return torch.addmm(result.flatten(0, -2), hidden.flatten(0, -2), up.t()).view(result.shape)
         return _AddProduct.apply(result, hidden, up)
 
 
 class _AddProduct(torch.autograd.Function):
-    """y (..., out), h (..., r), B (out, r) -> y + h B^T, in place."""
+    """y (..., out), h (..., r), B (out, r) -> y + h B^T, in y's memory, which no backward pass reads."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, hidden: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, up)
-        ctx.mark_dirty(y)
+        y = y.detach()  # changed in place, a view would cost copies in the backward pass
         y.view(-1, len(up)).addmm_(hidden.view(-1, up.shape[1]), up.t())
         return y
 

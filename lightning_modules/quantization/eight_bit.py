@@ -75,7 +75,7 @@ class EightBit(Storage):
         weight, scale = _with_scale(parts)
         columns = weight.t(), scale.expand(shape[0], 1).t().contiguous()
         y = self.multiply(round_rows(x, self.rounded, group=self.group), columns, bias, x.dtype)
-        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], shape[0]])  # adapters add to it in place
+        return y.view(*x.shape[:-1], shape[0])
 
     def input_gradient(self, grad: Tensor, parts: Sequence[Tensor], shape: tuple[int, int], rounds: bool) -> Tensor:
         if not (rounds and self._rounds(grad, parts[0])):
