@@ -143,7 +143,6 @@ class EditModule(L.LightningModule, Family):
                 self.sampler.use(self.transformer, self.base.source if chosen else None)
                 self.sampler.loras.load(self.transformer, self.base)
                 self.execution.prepare(self.transformer)
-                self.execution.compile_to_sample(self.transformer)
 
     def _load_to_train(self) -> None:
         mesh = None if self.device_mesh is None else self.device_mesh["data_parallel"]

@@ -142,7 +142,9 @@ class Execution:
         return found
 
     def prepare(self, transformer: Any) -> None:
-        """Move the transformer to its device and set its kernels, after quantization and adapters.
+        """Move the transformer to its device, set its kernels, and compile it for prediction if configured.
+
+        Quantization and adapters must be in place.
 
         Raises:
             UserError: this machine or these weights do not support it.
@@ -154,10 +156,7 @@ class Execution:
             tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
             vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
         set_attention_backend(transformer, self.attention_backend, self.base.device)
-
-    def compile_to_sample(self, transformer: Any) -> None:
-        """Compile a prepared transformer for prediction, if configured."""
-        if compiles(self.compile, self.base.device, passes=0):
+        if self.trained_adapter is None and compiles(self.compile, self.base.device, passes=0):
             compile_blocks(transformer, None)
 
     def stream_blocks(self, transformer: Any) -> None:

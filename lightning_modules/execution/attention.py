@@ -22,12 +22,7 @@ LIBRARIES = {
 }
 # The order of PyTorch's kernels for unmasked attention on cards where cuDNN's is the fastest: twice as fast as
 # FlashAttention-2 on an H100, slower on other cards (docs/speed.md). With masks it can be NaN (PyTorch's issue 196678).
-CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_CAPABILITIES = ((9, 0), (10, 0))
 # Tokens from which it is faster in eager steps, which wait for Python: a call takes the CPU longer. On an H100 it was
 # faster with 8,704 tokens, and mostly slower with 4,600 and less.
@@ -83,16 +78,13 @@ def set_attention_backend(transformer: Any, name: str | None, device: torch.devi
             with attention_backend(name):  # diffusers would also change the default of all other models
                 transformer.set_attention_backend(name)
     except ImportError as error:
-        raise UserError(f"model.attention_backend={name}: {reason(error)}{_remedy(name)}") from error
+        how = f". To install it: {LIBRARIES[name]}" if name in LIBRARIES else ""
+        raise UserError(f"model.attention_backend={name}: {reason(error)}{how}") from error
     except (RuntimeError, ValueError) as error:
         raise UserError(f"model.attention_backend={name} cannot be used here: {reason(error)}") from error
     has_fast_cudnn = device.type == "cuda" and torch.cuda.get_device_capability(device) in CUDNN_CAPABILITIES
     backend = AttentionBackendName.NATIVE if name is None or name in LIBRARIES else AttentionBackendName(name)
     _register(backend, CUDNN_FIRST if name is None and has_fast_cudnn else None)
-
-
-def _remedy(name: str | None) -> str:
-    return f". To install it: {LIBRARIES[name]}" if name in LIBRARIES else ""
 
 
 @cache

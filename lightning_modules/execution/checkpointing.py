@@ -40,12 +40,8 @@ def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False) -> 
     Args:
         compiled: whether the function will be part of a compiled graph.
     """
-    again = partial(checkpoint, run, use_reentrant=False)
-    return (
-        again
-        if policy == "full"
-        else partial(again, context_fn=keep_attention_compiled if compiled else keep_attention)
-    )
+    kept = keep_attention_compiled if compiled else keep_attention
+    return partial(checkpoint, run, use_reentrant=False, **({} if policy == "full" else {"context_fn": kept}))
 
 
 def set_checkpointing(transformer: Any, policy: str, bind_rank_mask: Callable[[nn.Module], Callable[..., Any]]) -> None:
