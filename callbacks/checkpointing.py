@@ -20,17 +20,28 @@ log = logging.getLogger("retouch")
 class RaiseCheckpointing(L.Callback):
     """Train the first step with `full` checkpointing, the others with the least recomputation that the memory allows.
 
-    It acts only if `Execution.searches_checkpointing`, on a GPU. All processes choose the same policy.
+    It acts only if `Execution.searches_checkpointing`, on a GPU. All processes choose the same policy. A resumed run
+    whose blocks are compiled begins with the policy of the run before, since its first step would round differently.
     """
 
     def __init__(self) -> None:
         self._memory: DeviceMemory | None = None  # until the policy is chosen
+        self._policy: str | None = None
         self._needs: dict[str, int] = {}
         self._tokens = self._taken = self._first_step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self._policy}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._policy = state_dict["policy"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         if not pl_module.execution.searches_checkpointing:
+            return
+        if self._policy is not None and pl_module.execution.compiles:
+            pl_module.execution.set_checkpointing(pl_module.transformer, self._policy)
             return
         assert pl_module.objective is not None
         self._memory, self._first_step = DeviceMemory(pl_module.device), trainer.global_step
@@ -61,9 +72,9 @@ class RaiseCheckpointing(L.Callback):
         # All processes use the largest consumption and the smallest free memory.
         together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
         excess, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
-        policy = "full"
+        self._policy = policy = "full"
         if excess < math.inf:  # else a process has no estimate
-            policy = choose_policy(needs, excess, -less)
+            self._policy = policy = choose_policy(needs, excess, -less)
             taken, usable = round(max(1, excess) * needs[policy]), round(-USABLE * less)
             log.info(
                 f"model.gradient_checkpointing=auto is {policy}: a step takes {decimal(taken)} of the "

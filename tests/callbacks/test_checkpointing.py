@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from callbacks import checkpointing as checkpointing_callback
+from callbacks.checkpointing import RaiseCheckpointing
+from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation import memory
 from lightning_modules.estimation.memory import USABLE, choose_policy
 from lightning_modules.execution import checkpointing
@@ -67,6 +70,22 @@ def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pai
     monkeypatch.setattr(memory.FakeStep, "peak", fail)
     text = run("train", *short(tiny, pairs, tmp_path / "run", 1), "model.gradient_checkpointing=auto").text
     assert "no estimate for gradient_checkpointing=auto, which stays full: no fake of this operator" in text
+
+
+@pytest.mark.parametrize(("compiles", "expected"), [(True, ["attention"]), (False, [])])
+def test_resumed_run_compiles_as_the_run_before(compiles, expected):
+    """A first step with another policy would be eager, and round differently."""
+    before, after, chosen = RaiseCheckpointing(), RaiseCheckpointing(), []
+    before._policy = "attention"
+    after.load_state_dict(before.state_dict())
+    module = mock.Mock(EditModule, objective=mock.Mock(), device=torch.device("cpu"), base=mock.MagicMock())
+    module.execution = SimpleNamespace(
+        searches_checkpointing=True, compiles=compiles, set_checkpointing=lambda _, policy: chosen.append(policy)
+    )
+    module.transformer = None
+    after.on_train_start(mock.MagicMock(global_step=3), module)
+    assert chosen == expected
+    assert (after._memory is None) == compiles, "else it searches"
 
 
 @pytest.mark.parametrize(
