@@ -1,5 +1,6 @@
 """Attention as diffusers' models compute it: PyTorch's kernels, the layout of gradients, and what is kept of it."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, wraps
@@ -28,8 +29,8 @@ CUDNN_CAPABILITIES = ((9, 0), (10, 0))
 # faster with 8,704 tokens, and mostly slower with 4,600 and less.
 CUDNN_EAGER = 8192
 
-# Around attention in a checkpointed block: keeps its output, or returns it instead of computing it again.
-_kept: AbstractContextManager[Any] | None = None
+# Makes the context of each attention in a checkpointed block: it keeps the output, or returns it instead of computing.
+_kept: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 class DenseGradient(torch.autograd.Function):
@@ -111,7 +112,7 @@ def _register(backend: Any, unmasked: list[SDPBackend] | None) -> None:
         long = torch.compiler.is_compiling() or arguments["query"].shape[1] >= CUDNN_EAGER
         if unmasked is not None and long and arguments.get("attn_mask") is None:
             ordered = sdpa_kernel(unmasked, set_priority=True)
-        with _kept or nullcontext(), ordered:
+        with nullcontext() if _kept is None else _kept(), ordered:
             return DenseGradient.apply(own(**arguments))
 
     _AttentionBackendRegistry._backends[backend] = attend
@@ -129,13 +130,19 @@ keep_attention_compiled = partial(create_selective_checkpoint_contexts, _keep_at
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the same contexts for eager blocks: they see only attention, since each operator costs Python time."""
-    keeping, returning = keep_attention_compiled()
-    keeping.respect_saved_tensors_hooks = True  # model.offload.activations relies on it
-    return _around_attention(keeping), _around_attention(returning)
+    kept: deque[AbstractContextManager[Any]] = deque()
+
+    def keep() -> AbstractContextManager[Any]:
+        keeping, returning = keep_attention_compiled()
+        keeping.respect_saved_tensors_hooks = True  # model.offload.activations relies on it
+        kept.append(returning)
+        return keeping
+
+    return _around_attention(keep), _around_attention(kept.popleft)
 
 
 @contextmanager
-def _around_attention(context: AbstractContextManager[Any]) -> Iterator[None]:
+def _around_attention(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     global _kept
     before, _kept = _kept, context
     try:
