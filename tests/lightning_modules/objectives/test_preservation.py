@@ -62,7 +62,8 @@ def test_after_an_error_in_the_base_the_adapter_is_there_again(tiny):
 def test_after_a_picture_that_failed_forwards_without_gradient_have_their_own_timesteps(tiny):
     """The ranks are not those of the interrupted sampling step; contrastive guidance needs this."""
     module, calls = made(tiny, "tlora", "float32"), []
-    before = module.denoise(*asked()).detach()
+    with torch.no_grad():
+        before = module.denoise(*asked())
     latents = latent_batch([3, 4])
     hook = module.transformer.proj_out.register_forward_hook(
         lambda *_: calls.append(1) or (None if len(calls) < 3 else 1 / 0)
