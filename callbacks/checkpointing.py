@@ -72,12 +72,13 @@ class RaiseCheckpointing(L.Callback):
         # All processes use the largest consumption and the smallest free memory.
         together = torch.tensor(mine, dtype=torch.float64, device=pl_module.device)
         excess, less = trainer.strategy.reduce(together, reduce_op="max").tolist()
-        self._policy = policy = "full"
+        policy = "full"
         if excess < math.inf:  # else a process has no estimate
-            self._policy = policy = choose_policy(needs, excess, -less)
+            policy = choose_policy(needs, excess, -less)
             taken, usable = round(max(1, excess) * needs[policy]), round(-USABLE * less)
             log.info(
                 f"model.gradient_checkpointing=auto is {policy}: a step takes {decimal(taken)} of the "
                 f"{decimal(usable)} that are free"
             )
+        self._policy = policy
         pl_module.execution.set_checkpointing(pl_module.transformer, policy)

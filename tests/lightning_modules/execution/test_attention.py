@@ -91,7 +91,7 @@ def test_compiled_blocks_keep_attention_and_send_dense_gradients(tiny, monkeypat
 
 
 def test_cudnn_comes_first_where_there_is_no_mask(tiny, monkeypatch):
-    """In long eager and in all compiled steps; the order is part of the graph."""
+    """Long eager steps and all compiled ones prefer it; the order is part of a graph."""
     module, seen = with_a_block_of_each_kind(made(tiny, "lora", "bf16")), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     attention.set_attention_backend(module.transformer, None, torch.device("cuda"))

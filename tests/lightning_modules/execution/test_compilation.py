@@ -49,7 +49,7 @@ def test_compiled_blocks_give_the_same_bits(tiny, exactly, adapter, base):
 
 @pytest.mark.slow
 def test_dropout_is_drawn_once_for_a_compiled_block(tiny, monkeypatch):
-    """What is recomputed for the backward pass has the same mask as the forward pass."""
+    """A recomputed block has the dropout mask of its forward pass."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     found = []
