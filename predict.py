@@ -8,14 +8,14 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from cli.arguments import hydras_errors, read_arguments
+from cli.check_keys import check_keys, check_read, chosen_task, import_task
+from cli.check_values import check_ranges
+from cli.folders import IN_CACHE_DIR, output_in_use
+from cli.resolvers import CONF
+from cli.terminal import command_line, end_workers, one_line_errors
 from runs.run_folder import shorten
 from runs.signals import INTERRUPTS, stop
-from tasks.arguments import hydras_errors, read_arguments
-from tasks.check_keys import check_keys, check_read, chosen_task, import_task
-from tasks.check_values import check_ranges
-from tasks.folders import IN_CACHE_DIR, output_in_use
-from tasks.resolvers import CONF
-from tasks.terminal import command_line, end_workers, one_line_errors
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")

@@ -6,9 +6,9 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from tasks.arguments import hydras_errors, read_arguments
-from tasks.resolvers import CONF
-from tasks.terminal import command_line, one_line_errors
+from cli.arguments import hydras_errors, read_arguments
+from cli.resolvers import CONF
+from cli.terminal import command_line, one_line_errors
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="studio")

@@ -7,15 +7,15 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from cli.arguments import hydras_errors, read_arguments
+from cli.check_keys import check_keys, chosen_task, import_task
+from cli.check_values import check_ranges, check_run, check_shards
+from cli.folders import output_in_use
+from cli.placement import queued_again
+from cli.resolvers import CONF
+from cli.terminal import command_line, configure_logging, end_workers, one_line_errors
 from runs.run_folder import shorten
 from runs.signals import stop
-from tasks.arguments import hydras_errors, read_arguments
-from tasks.check_keys import check_keys, chosen_task, import_task
-from tasks.check_values import check_ranges, check_run, check_shards
-from tasks.folders import output_in_use
-from tasks.placement import queued_again
-from tasks.resolvers import CONF
-from tasks.terminal import command_line, configure_logging, end_workers, one_line_errors
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -52,7 +52,7 @@ def job(cfg: DictConfig) -> float | None:
                     around.enter_context(output_in_use(output_dir))
                     around.enter_context(queued_again(cfg.resume))
                     if url is not None:
-                        from tasks.uploads import mirrored  # imports PyTorch
+                        from cli.uploads import mirrored  # imports PyTorch
 
                         resumes = cfg.resume is not None or cfg.ckpt_path is not None
                         around.enter_context(mirrored(url, output_dir, resumes))

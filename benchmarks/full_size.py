@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
 
 from benchmarks.memory import compose, loss, random_batch, write_shallow
+from cli.terminal import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import lora_layers
@@ -39,7 +40,6 @@ from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_f
 from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
-from tasks.terminal import silence_libraries
 
 Row = dict[str, Any]
 PRECISIONS = {

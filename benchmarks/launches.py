@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to th
 
 from benchmarks.full_size import PRECISIONS, RandomWeights
 from benchmarks.memory import compose, loss, random_batch, write_shallow
+from cli.terminal import silence_libraries
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization import eight_bit, linear
-from tasks.terminal import silence_libraries
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
 
 aten = torch.ops.aten

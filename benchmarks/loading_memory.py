@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to th
 
 from benchmarks.made_up_weights import write_encoder, write_gguf_file, write_scaled_file, write_transformer
 from benchmarks.memory import compose, write_shallow
+from cli.placement import frozen_model
 from lightning_modules.pretrained.repository import meta_component
-from tasks.placement import frozen_model
 
 ROOT = Path(__file__).parent.parent
 QUANTIZED = ("fp8", "nf4", "fp4", "int8_w8a8")
@@ -74,7 +74,7 @@ def quantization(format: str, *components: str) -> Any:
 
 def child(way: str, folder: str) -> None:
     """Import and warm up, then load when the parent sends a line."""
-    from tasks.terminal import configure_logging, silence_libraries
+    from cli.terminal import configure_logging, silence_libraries
 
     configure_logging()
     silence_libraries()

@@ -21,13 +21,13 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import nn
 
+from cli.resolvers import CONF
 from lightning_modules.adapters.targets import resolve_targets
 from lightning_modules.family import Family
 from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import meta_component
 from tasks.models import without_network
-from tasks.resolvers import CONF
 
 ROOT = Path(__file__).parent.parent
 MEMORY = ROOT / "benchmarks" / "results" / "models.json"

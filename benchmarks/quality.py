@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.shapes import adapters, base, options, peer, photographs, preservation, sliders, subject  # noqa: E402
 from benchmarks.shapes.runs import Section, table  # noqa: E402
-from tasks.terminal import silence_libraries  # noqa: E402
+from cli.terminal import silence_libraries  # noqa: E402
 
 RECORDS = ROOT / "benchmarks" / "results" / "quality.json"
 PAGE = ROOT / "docs" / "quality.md"

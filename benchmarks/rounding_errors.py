@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to th
 
 from benchmarks import full_size
 from benchmarks.memory import random_batch, write_shallow
+from cli.terminal import silence_libraries
 from lightning_modules import flow
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.quantization import eight_bit
-from tasks.terminal import silence_libraries
 
 MODEL, DEPTH, SIDE, TEXT_TOKENS = "flux_kontext", 1, 128, 64
 TIMESTEPS = (0.1, 0.3, 0.5, 0.7, 0.9)

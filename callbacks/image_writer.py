@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 
 from datamodules.edits import EditRequest
-from datamodules.files import short_name
+from foundation.files import short_name
 from report.images import labelled_row, save_png, to_image
 
 log = logging.getLogger("retouch")

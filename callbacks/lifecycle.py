@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 from torch.optim import Optimizer
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import LOADING
 from report.quoting import shareable

@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
-from datamodules.errors import UserError
-from datamodules.files import link_or_copy, replacing
+from foundation.errors import UserError
+from foundation.files import link_or_copy, replacing
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import averaged_weights
 from lightning_modules.lora_files.writing import export_dtype

@@ -11,9 +11,9 @@ from callbacks import find_callback
 from callbacks.progress import training_facts
 from callbacks.sample_images import SampleImages
 from callbacks.validation import Validation
-from datamodules.errors import listing
 from datamodules.images.resizing import has_edits
 from datamodules.pairs import PairsDataModule
+from foundation.errors import listing
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.compatibility import Reader, readers
 from lightning_modules.lora_files.kinds import common_kind

@@ -17,8 +17,8 @@ from torch import nn
 
 from callbacks import find_callback
 from callbacks.metrics import Metrics
-from datamodules.errors import UserError, listing
 from datamodules.pairs import PairsDataModule
+from foundation.errors import UserError, listing
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import layer_of
 from lightning_modules.adapters.targets import ending

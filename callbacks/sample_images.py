@@ -10,8 +10,8 @@ from torch import Tensor
 from callbacks.image_writer import log_image
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import own_edits
-from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
+from foundation.errors import UserError
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import SamplingTransformer, inference_weights
 from lightning_modules.timing import NOT_TRAINING

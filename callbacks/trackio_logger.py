@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from report.quoting import flat_settings
 from runs.run_folder import RunFolder
 

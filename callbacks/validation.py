@@ -16,9 +16,9 @@ from callbacks import find_callback
 from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import Made, SampleImages
 from datamodules.batch import LatentBatch
-from datamodules.errors import UserError
-from datamodules.files import reason
 from datamodules.pairs import PairsDataModule
+from foundation.errors import UserError
+from foundation.files import reason
 from lightning_modules import flow
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 
 # A prompt and the condition images that its text encoder sees with it.
 PromptRequest = tuple[str, tuple[Path, ...]]

@@ -8,7 +8,6 @@ from typing import Any
 from datamodules.base import Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch
 from datamodules.contents import look_up
-from datamodules.errors import UserError, listing, without_credentials
 from datamodules.images.resizing import Size, View
 from datamodules.images.windows import Window
 from datamodules.pairs import PairsDataModule
@@ -16,8 +15,9 @@ from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import FIRST, Choices, samples_per_batch
 from datamodules.shards.cache import FINGERPRINT, Cache, Folder, open_cache
 from datamodules.shards.reader import EncodedSample, LatentReader, hold_out, open_shards
-from datamodules.shards.stores import working_folder
 from datamodules.shards.transfer import Bucket
+from foundation.errors import UserError, listing, without_credentials
+from foundation.stores import working_folder
 
 
 def cached(shards: str | None, **settings: Any) -> PairsDataModule:

@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from datamodules.files import reading
-from datamodules.hashes import FileHashes
 from datamodules.images.decoding import Facts
 from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet, Usable
@@ -14,6 +12,8 @@ from datamodules.images.windows import Window
 from datamodules.shards.cache import REMEDY, Cache
 from datamodules.shards.reader import EncodedSample, index_of
 from datamodules.shards.tar import prompt_id, sample_id
+from foundation.files import reading
+from foundation.hashes import FileHashes
 
 
 def roles(sample: Sample) -> list[tuple[str, ImageFile]]:

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 
 from datamodules.base import Model, PromptData, model_of
 from datamodules.batch import PromptRequest, RawBatch
-from datamodules.errors import UserError, listing, printable
-from datamodules.files import read_text
 from datamodules.images.captions import text_prompts
 from datamodules.images.decoding import floor_size, image_size, verify_image
 from datamodules.images.folders import (
@@ -31,6 +29,8 @@ from datamodules.images.folders import (
 )
 from datamodules.images.samples import CAPTION_SUFFIXES
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends
+from foundation.errors import UserError, listing, printable
+from foundation.files import read_text
 
 log = logging.getLogger("retouch")
 

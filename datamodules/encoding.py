@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
 from datamodules.contents import Content, Entry, entries_by_id, roles
-from datamodules.errors import UserError
-from datamodules.hashes import FileHashes, Hashed, hash_file
 from datamodules.images.decoding import image_facts, verify_mask
 from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet
@@ -20,6 +18,8 @@ from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import ConditionImages
 from datamodules.pairs import PairDataset, leave_signals_to_the_trainer
 from datamodules.shards.cache import Cache
+from foundation.errors import UserError
+from foundation.hashes import FileHashes, Hashed, hash_file
 
 
 @dataclass

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.base import DataModule, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch, RawBatch
-from datamodules.errors import UserError, count_of, listing
 from datamodules.images.resizing import Framing, Size, View, bucket_notes, notes_on
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
 from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.prefetch import Prefetcher
 from datamodules.sampler import FIRST, Choices, SizeBatchSampler
+from foundation.errors import UserError, count_of, listing
 
 
 class PairDataset(Dataset[RawBatch]):

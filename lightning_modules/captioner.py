@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from PIL import Image
 
-from datamodules.errors import UserError, listing
-from datamodules.files import reading, reason
-from datamodules.hub import repository_file
 from datamodules.images.decoding import floor_size, shrunk
+from foundation.errors import UserError, listing
+from foundation.files import reading, reason
+from foundation.hub import repository_file
 from lightning_modules.pretrained.checks import check_component, read_json
 from lightning_modules.pretrained.component_files import open_component
 from lightning_modules.pretrained.repository import resolve_device, resolve_dtype, resolve_repository

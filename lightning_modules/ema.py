@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.peft_layers import full_tensor
 
 # The half-life is at most this share of the samples seen so far, as in the code of arXiv 2312.02696. Until it is

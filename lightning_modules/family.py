@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import Geometry
-from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
+from foundation.errors import UserError
 from lightning_modules.flow import dynamic_shift
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, copy_to
-from datamodules.errors import UserError
+from foundation.errors import UserError
 
 
 def interpolate(x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.edit_module import EditModule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
+from foundation.errors import UserError, listing
 from lightning_modules.adapters.adapter import TrainedParts
 from lightning_modules.adapters.peft_layers import full_tensor
 from lightning_modules.ema import EMA, KEY

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapters

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from datamodules.batch import LatentBatch
 from datamodules.edits import EditRequest
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import sampling_step
 from lightning_modules.encoder import Encoder

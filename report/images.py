@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from datamodules.files import reading, replacing, require_file, short_name
+from foundation.files import reading, replacing, require_file, short_name
 from runs.run_folder import RunFolder
 
 if TYPE_CHECKING:

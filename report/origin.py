@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from datamodules.hub import repository_file
+from foundation.hub import repository_file
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED
 from report.quoting import code

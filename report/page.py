@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 
-from datamodules.files import replacing
+from foundation.files import replacing
 from report.quoting import code, plain, program
 
 REPORT = Path(__file__).with_name("report.html")

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from datamodules.errors import printable, without_credentials
+from foundation.errors import printable, without_credentials
 
 # Settings whose values are text that Hydra must not parse.
 TEXTS = {
@@ -98,7 +98,7 @@ def literal(value: str) -> str:
 
 
 def override(key: str, value: Any) -> str:
-    """Return KEY=VALUE for a shell, which `tasks.arguments.quote_values` and Hydra read back as this value."""
+    """Return KEY=VALUE for a shell, which `cli.arguments.quote_values` and Hydra read back as this value."""
     if isinstance(value, list):
         items = ",".join(literal(one) if key in PATHS | TEXTS else str(one) for one in value)
         return f"{key}={shlex.quote(f'[{items}]')}" if len(value) > 1 else override(key, value[0])

@@ -14,7 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.files import replacing
+from foundation.files import replacing
 from report.tables import metric_names, read_metrics, read_validation, write_rows
 from runs.run_folder import RunFolder, best_effort, shorten
 

@@ -13,8 +13,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from datamodules.errors import UserError
-from datamodules.files import read_bytes, reading, replacing
+from foundation.errors import UserError
+from foundation.files import read_bytes, reading, replacing
 
 # Bounds of a file, whose aliases of aliases would take hours: bytes, levels of mappings and lists, letters of an
 # interpolation, and what may be a number.
@@ -23,7 +23,7 @@ LONG_NUMBER = re.compile(r"[-+.:_\da-fA-FxoO]{100,}")
 # The start of the last line, which ends in the signature.
 SIGNED = b"# written by this machine: "
 KEY_LETTERS = 64
-# The functions of interpolations that a stranger's settings may use: those of `tasks.resolvers`, and OmegaConf's that
+# The functions of interpolations that a stranger's settings may use: those of `cli.resolvers`, and OmegaConf's that
 # reads another setting. Its others read the environment, or make settings of a text.
 RESOLVERS = ("oc.select", "work_folder", "when", "warmup_steps", "program", "run_folder", "prediction_folder")
 KNOWN = re.compile(rf"\$\{{\s*(?:(?:{'|'.join(map(re.escape, RESOLVERS))})\s*:|[\w.-]+\s*\}})")

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from datamodules.files import read_bytes, reading, reason, remove_temporary, replacing
+from foundation.files import read_bytes, reading, reason, remove_temporary, replacing
 
 log = logging.getLogger("retouch")
 

@@ -12,14 +12,14 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from datamodules.errors import UserError
-from datamodules.files import replacing
+from cli.terminal import log
+from foundation.errors import UserError
+from foundation.files import replacing
 from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME, LoRAFile, find_or_download
 from lightning_modules.lora_files.writing import require_finite
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
 from tasks.lora_info import shown
-from tasks.terminal import log
 
 
 def average(cfg: DictConfig, output_dir: Path) -> None:

@@ -10,15 +10,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
-from datamodules.errors import UserError, count_of, listing, without_credentials
-from datamodules.locks import ON_WINDOWS, in_use
+from cli.placement import frozen_model, place_trainer
+from cli.terminal import log
 from datamodules.shards.cache import USED, Cache
+from foundation.errors import UserError, count_of, listing, without_credentials
+from foundation.locks import ON_WINDOWS, in_use
 from report.images import write_figure
 from report.quoting import program
 from tasks.contact_sheet import contact_sheet
 from tasks.encode import build_cache, cached_data
-from tasks.placement import frozen_model, place_trainer
-from tasks.terminal import log
 
 
 def cache(cfg: DictConfig, _: Path) -> None:

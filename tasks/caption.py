@@ -12,18 +12,18 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from PIL import Image
 
-from datamodules.errors import UserError, count_of, listing
-from datamodules.files import read_bytes, reading, replacing
+from cli.placement import compute_device
+from cli.terminal import log, silence_libraries
 from datamodules.images.decoding import image_size, open_image
 from datamodules.images.samples import Sample
 from datamodules.images.windows import resize
+from foundation.errors import UserError, count_of, listing
+from foundation.files import read_bytes, reading, replacing
 from lightning_modules.captioner import Answer, Captioner
 from lightning_modules.timing import ProgressLines
 from report.quoting import program
 from runs.signals import stop
 from tasks.encode import cached_data
-from tasks.placement import compute_device
-from tasks.terminal import log, silence_libraries
 
 RECORDS, TABLE = "captions.jsonl", "metadata.jsonl"
 

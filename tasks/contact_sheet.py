@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from datamodules.batch import RawBatch
-from datamodules.errors import count_of
 from datamodules.pairs import PairsDataModule
+from foundation.errors import count_of
 from report.images import in_a_row, plot_text, to_image
 
 COLUMNS = 4

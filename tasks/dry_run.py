@@ -20,11 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from callbacks.progress import learning, panel
 from callbacks.validation import Validation
+from cli.resuming import find_start
+from cli.terminal import log, silence_libraries
 from datamodules.cached import CachedDataModule
-from datamodules.errors import UserError, count_of
 from datamodules.images.resizing import Size, bucket_notes
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
+from foundation.errors import UserError, count_of
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.flops import CARDS, duration, empty_latents, matrix_peak, sample_flops
@@ -45,8 +47,6 @@ from lightning_modules.quantization.quantization import FORMATS, Quantization
 from runs.run_folder import RunFolder
 from tasks.fit import check_samples, run_settings
 from tasks.models import without_network
-from tasks.resuming import find_start
-from tasks.terminal import log, silence_libraries
 
 
 @dataclass

@@ -16,18 +16,18 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.lifecycle import GracefulStop
 from callbacks.rank_schedule import RankMasks
+from cli.check_values import check_ranges
+from cli.placement import frozen_model, place_trainer
+from cli.terminal import log, silence_libraries
 from datamodules.edits import EditsDataModule
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
 from runs.signals import stop
-from tasks.check_values import check_ranges
 from tasks.models import Header, header_here, model_settings
-from tasks.placement import frozen_model, place_trainer
-from tasks.terminal import log, silence_libraries
 
 KEPT: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)  # model and settings, if it stays loaded
 

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from datamodules.errors import UserError, count_of, without_credentials
+from cli.placement import frozen_model
+from cli.terminal import log, silence_libraries
 from datamodules.shards.cache import FINGERPRINT
+from foundation.errors import UserError, count_of, without_credentials
 from runs.run_folder import best_effort
 from runs.shares import of_all, of_first
 from runs.signals import Stopped
-from tasks.placement import frozen_model
-from tasks.terminal import log, silence_libraries
 
 if TYPE_CHECKING:
     from datamodules.cached import CachedDataModule

@@ -14,8 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from callbacks.lora_checkpoint import model_header
-from datamodules.errors import UserError, listing, printable
-from datamodules.files import short_name
+from cli.check_values import check_ranges
+from cli.folders import require_empty
+from cli.placement import compute_device, frozen_model
+from cli.terminal import log, silence_libraries
+from foundation.errors import UserError, listing, printable
+from foundation.files import short_name
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
@@ -33,12 +37,8 @@ from lightning_modules.lora_files.reading import (
 from lightning_modules.lora_files.writing import FORMATS, export_dtype, write
 from report.origin import published
 from runs.run_folder import RunFolder
-from tasks.check_values import check_ranges
 from tasks.edit import as_list
-from tasks.folders import require_empty
 from tasks.models import KnownModel, model_for
-from tasks.placement import compute_device, frozen_model
-from tasks.terminal import log, silence_libraries
 
 # Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5

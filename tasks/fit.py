@@ -20,21 +20,21 @@ from callbacks.metrics import Metrics
 from callbacks.rank_schedule import RankMasks
 from callbacks.trackio_logger import alert
 from callbacks.validation import Validation
+from cli.arguments import NOTIFY
+from cli.placement import place_trainer
+from cli.resolvers import CONF
+from cli.resuming import Start, find_start, start_again
+from cli.terminal import is_first_process, line_for_users, log, silence_libraries
+from cli.uploads import push_to_hub
 from datamodules.cached import CachedDataModule
-from datamodules.errors import UserError
 from datamodules.pairs import PairsDataModule
+from foundation.errors import UserError
 from report.commands import predict_command
 from report.images import last_strips
 from report.quoting import without_secrets
 from runs.run_folder import End, RunFolder
 from runs.signals import Stopped, stop
-from tasks.arguments import NOTIFY
 from tasks.encode import build_cache
-from tasks.placement import place_trainer
-from tasks.resolvers import CONF
-from tasks.resuming import Start, find_start, start_again
-from tasks.terminal import is_first_process, line_for_users, log, silence_libraries
-from tasks.uploads import push_to_hub
 
 
 def fit(cfg: DictConfig, output_dir: Path) -> float:

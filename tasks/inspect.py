@@ -13,19 +13,19 @@ import numpy as np
 from omegaconf import DictConfig
 from PIL import Image, ImageChops, ImageOps
 
-from datamodules.errors import UserError, count_of, printable
+from cli.placement import frozen_model
+from cli.terminal import log
 from datamodules.images.decoding import open_image, open_mask
 from datamodules.images.inspection import Finding, Kind, inspect_sample, look, repeated
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import resize
+from foundation.errors import UserError, count_of, printable
 from lightning_modules.timing import ProgressLines
 from report.images import labelled_row, write_figure
 from report.tables import write_rows
 from tasks.contact_sheet import Panel, draw_panels
 from tasks.encode import cached_data
-from tasks.placement import frozen_model
-from tasks.terminal import log
 
 # Lines in the terminal, and samples on the sheet of images.
 ROWS, SHOWN = 40, 24

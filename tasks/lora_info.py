@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from datamodules.errors import UserError, listing, printable
+from foundation.errors import UserError, listing, printable
 from lightning_modules.lora_files.delta import Delta, squared_difference
 from lightning_modules.lora_files.names import LayerNames, LayerShape
 from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download

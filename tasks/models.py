@@ -12,15 +12,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from datamodules.errors import UserError, printable
-from datamodules.files import reading
+from cli.resolvers import CONF
+from foundation.errors import UserError, printable
+from foundation.files import reading
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED, SUFFIXES, shipped_configuration
 from report.quoting import flat_settings
 from runs.config_file import read_config
-from tasks.resolvers import CONF
 
 # Settings of `model` that name files or folders.
 SOURCES = (

@@ -8,13 +8,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
-from datamodules.errors import UserError
-from datamodules.files import replacing_folder
+from cli.folders import require_empty
+from cli.placement import compute_device, frozen_model
+from cli.terminal import log, silence_libraries
+from foundation.errors import UserError
+from foundation.files import replacing_folder
 from lightning_modules.pretrained.weights import save_quantized
 from report.quoting import program
-from tasks.folders import require_empty
-from tasks.placement import compute_device, frozen_model
-from tasks.terminal import log, silence_libraries
 
 
 def quantize(cfg: DictConfig, output_dir: Path) -> None:

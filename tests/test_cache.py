@@ -9,8 +9,8 @@ import safetensors.torch
 from hydra.utils import instantiate
 from PIL import Image
 
+from cli.arguments import quote_values
 from datamodules.shards.cache import Cache
-from tasks.arguments import quote_values
 from tests.support.caches import cache_overrides, encoded, only, short
 from tests.support.commands import compose, run_task
 from tests.support.pictures import make_pairs, photograph

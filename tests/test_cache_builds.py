@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.locks import one_at_a_time
 from datamodules.shards.tar import scan
+from foundation.locks import one_at_a_time
 from tests.datamodules.images.test_transforms import unreadable
 from tests.support.caches import cache_overrides, encoded, only
 from tests.support.commands import kill_when, wait_until

@@ -10,8 +10,8 @@ import torch
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
-from datamodules.errors import UserError
-from datamodules.files import reading
+from foundation.errors import UserError
+from foundation.files import reading
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.reading import HEADER_KEY, LoRAFile
 from lightning_modules.lora_files.writing import require_finite, write

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tasks.arguments import quote_values, read_arguments
+from cli.arguments import quote_values, read_arguments
 from tests.support.commands import ROOT, compose
 
 DEPLOY = ROOT / "deploy"

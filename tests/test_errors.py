@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch._dynamo
 
-from datamodules.errors import UserError
+from cli.check_keys import TASKS, declared
+from cli.check_values import check_shards
+from cli.resuming import check_resumable, find_checkpoint, start_again
+from cli.terminal import line_for_users
+from foundation.errors import UserError
 from lightning_modules.lora_files.reading import find_weights
 from runs.run_folder import RunFolder
-from tasks.check_keys import TASKS, declared
-from tasks.check_values import check_shards
-from tasks.resuming import check_resumable, find_checkpoint, start_again
-from tasks.terminal import line_for_users
 from tests.support.commands import compose, lora_bytes, short
 
 

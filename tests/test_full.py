@@ -8,7 +8,7 @@ import torch
 from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import Training
 from tests.lightning_modules.families.test_flux import raw_batch
 from tests.support.commands import compose, short

@@ -35,7 +35,7 @@ def loaded(code):
 
 @pytest.mark.parametrize("task", ["fit", "dry_run"])
 def test_training_starts_without_libraries_that_it_may_not_use(task):
-    modules, frozen = loaded(f"from tasks.check_keys import import_task; import_task('tasks.{task}.{task}')")
+    modules, frozen = loaded(f"from cli.check_keys import import_task; import_task('tasks.{task}.{task}')")
     assert UNUSED & modules == set()
     assert frozen > 500_000
 
@@ -43,7 +43,7 @@ def test_training_starts_without_libraries_that_it_may_not_use(task):
 def test_only_the_first_import_freezes_what_is_there():
     """A model that stays loaded, as in the page's process, would never be freed."""
     again = "import gc; a = gc.get_freeze_count(); import_task('tasks.caches.clean'); assert gc.get_freeze_count() == a"
-    loaded(f"from tasks.check_keys import import_task; import_task('tasks.caches.clean'); {again}")
+    loaded(f"from cli.check_keys import import_task; import_task('tasks.caches.clean'); {again}")
 
 
 def test_a_prediction_with_a_lora_loads_no_library_that_it_does_not_use(trained, photo, tmp_path):

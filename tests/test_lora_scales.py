@@ -8,7 +8,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from peft.tuners.lora import LoraLayer
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from lightning_modules.lora_files.reading import LoRAFile

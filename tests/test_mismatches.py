@@ -5,7 +5,7 @@ import shutil
 import pytest
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.pretrained.checks import note_once
 from tests.support.commands import compose
 from tests.support.pictures import photograph

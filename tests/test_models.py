@@ -4,7 +4,7 @@ import shutil
 
 from hydra.utils import instantiate
 
-from tasks.arguments import quote_values
+from cli.arguments import quote_values
 from tasks.encode import build_cache
 from tests.support.commands import compose
 from tests.support.tiny_pipelines import MODELS

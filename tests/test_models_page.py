@@ -4,7 +4,7 @@ import json
 import re
 
 from benchmarks.models import MEMORY, MODELS, PAGE, PRECISIONS, download, page
-from tasks.resolvers import CONF
+from cli.resolvers import CONF
 
 
 def test_the_page_is_what_the_command_writes():

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.applied import load_adapter
 from lightning_modules.lora_files.reading import LoRAFile

@@ -9,8 +9,8 @@ import torch
 from hydra.utils import instantiate
 from PIL import Image
 
-from datamodules.errors import UserError
 from datamodules.pairs import PairDataset
+from foundation.errors import UserError
 from runs.run_folder import RunFolder
 from tasks.encode import build_cache
 from tests.support.combinations import first

@@ -15,7 +15,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datamodules.edits import own_edits
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.checks import note_once
 from report.images import read_strip

@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from callbacks import progress
-from datamodules.errors import UserError
-from datamodules.files import replacing, replacing_folder, short_name
+from cli.arguments import quote_values, read_arguments
+from foundation.errors import UserError
+from foundation.files import replacing, replacing_folder, short_name
 from report.images import LONGEST, file_names, in_a_row, save_png, to_image
 from report.quoting import is_parsed, override, portable_path
 from report.tables import curves
 from runs.run_folder import best_effort
-from tasks.arguments import quote_values, read_arguments
 from tasks.contact_sheet import contact_sheet
 from tests.support.commands import compose, short
 from tests.support.pictures import make_pairs

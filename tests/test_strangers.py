@@ -12,17 +12,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import EpsImagePlugin, Image
 
-from datamodules.errors import UserError
+from cli.arguments import FUNCTION, read_arguments, read_values
+from cli.check_keys import declared
+from cli.terminal import configure_logging
 from datamodules.images.decoding import open_image
+from foundation.errors import UserError
 from lightning_modules.pretrained import single_file
 from lightning_modules.pretrained.repository import component_class, component_config
 from report.images import read_strip
 from report.quoting import literal
 from runs.run_folder import RunFolder
 from tasks import uploads
-from tasks.arguments import FUNCTION, read_arguments, read_values
-from tasks.check_keys import declared
-from tasks.terminal import configure_logging
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.harm import payload, typed
 from tests.support.pictures import make_pairs, photograph

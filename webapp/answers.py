@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from datamodules.errors import UserError
-from datamodules.files import reason
+from foundation.errors import UserError
+from foundation.files import reason
 from report.page import templates
 
 HERE = Path(__file__).parent

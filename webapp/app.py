@@ -23,8 +23,8 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from datamodules.errors import UserError
-from datamodules.files import reason, replacing
+from foundation.errors import UserError
+from foundation.files import reason, replacing
 from report.page import REPORT
 from webapp.answers import entry, mistake
 from webapp.data import DataPage

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from datamodules.errors import UserError
-from datamodules.files import read_text, replacing
+from cli.arguments import hydras_errors, read_values
+from cli.check_keys import check_keys, check_read
+from cli.check_values import check_ranges
 from datamodules.images.samples import Sample
+from foundation.errors import UserError
+from foundation.files import read_text, replacing
 from report.tables import read_metrics
 from runs.run_folder import RunFolder
-from tasks.arguments import hydras_errors, read_values
-from tasks.check_keys import check_keys, check_read
-from tasks.check_values import check_ranges
 from webapp.answers import entry, page, post
 from webapp.jobs import Jobs, user_of
 from webapp.runs import DECODING, SMALL, Shelf, tail

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from datamodules.errors import UserError, printable
-from datamodules.files import read_bytes, reading, reason, replacing
-from datamodules.locks import LOCK, Holder, holder, in_use, lock_content, open_own
+from cli.arguments import read_values
+from foundation.errors import UserError, printable
+from foundation.files import read_bytes, reading, reason, replacing
+from foundation.locks import LOCK, Holder, holder, in_use, lock_content, open_own
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
-from tasks.arguments import read_values
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 

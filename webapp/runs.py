@@ -22,16 +22,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from datamodules.errors import UserError, listing, printable
-from datamodules.files import read_bytes, reading, reason
-from datamodules.locks import LOCK
+from cli.arguments import require_own
+from cli.resuming import OF_A_START
+from foundation.errors import UserError, listing, printable
+from foundation.files import read_bytes, reading, reason
+from foundation.locks import LOCK
 from report.images import opened_png, read_strip, sample_files, sample_rows
 from report.quoting import flat_settings, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.config_file import read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder
-from tasks.arguments import require_own
-from tasks.resuming import OF_A_START
 from webapp.answers import page, post
 from webapp.jobs import Jobs, user_of
 

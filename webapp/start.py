@@ -23,16 +23,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from datamodules.errors import UserError, without_credentials
-from datamodules.files import reading
+from cli.arguments import check_choice, hydras_errors, read_values
+from cli.check_keys import declared
+from cli.check_values import TRAINING, Switch
+from cli.folders import run_folder
+from cli.resolvers import CONF
+from cli.resuming import OF_A_START
+from foundation.errors import UserError, without_credentials
+from foundation.files import reading
 from report.quoting import SECRET, TEXTS, is_parsed, literal
 from runs.run_folder import RunFolder
-from tasks.arguments import check_choice, hydras_errors, read_values
-from tasks.check_keys import declared
-from tasks.check_values import TRAINING, Switch
-from tasks.folders import run_folder
-from tasks.resolvers import CONF
-from tasks.resuming import OF_A_START
 from webapp.answers import page, post
 from webapp.jobs import TRAIN, Jobs, run_below
 from webapp.runs import Shelf, settings_of

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from datamodules.errors import UserError
-from datamodules.locks import LOCK, holder, lock_content
+from cli.arguments import read_values
+from foundation.errors import UserError
+from foundation.locks import LOCK, holder, lock_content
 from report.quoting import TEXTS, override
 from runs.signals import INTERRUPT
-from tasks.arguments import read_values
 from webapp.answers import entry, page, post
 from webapp.jobs import NEW_GROUP, TRAIN
 from webapp.runs import Shelf

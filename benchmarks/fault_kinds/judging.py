@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.files import file_sha256
+from foundation.files import file_sha256
 
 # Of metrics.csv; the others are times, rates and memory, and a mean that is resumed from six digits.
 COLUMNS = ("step", "loss", "grad_norm", "lr")

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from cli.resolvers import CONF  # registers the resolvers of conf/
 from datamodules.images.shapes import write_pairs
 from datamodules.images.tables import COLUMNS, TABLES
 from lightning_modules.pretrained.repository import SHAPES
 from report.images import PARTS
 from report.tables import read_validation
-from tasks.resolvers import CONF  # registers the resolvers of conf/
 
 ROOT = Path(__file__).parent.parent.parent
 # Drawn data, caches and runs; they are kept, so that a sweep which was stopped resumes.

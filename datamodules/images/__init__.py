@@ -1,4 +1,4 @@
 """Sets of images: find samples in folders, tables and tars, check, frame and decode their files, inspect them.
 
-Closed: it imports nothing else of Retouch except `datamodules.errors` and `datamodules.files`.
+Closed: it imports nothing else of Retouch except `foundation.errors` and `foundation.files`.
 """

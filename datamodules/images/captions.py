@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError
 from datamodules.images.samples import CAPTION_SUFFIXES
+from foundation.errors import UserError
 
 # Keys of a JSON object that hold captions.
 CAPTION_KEYS = ("captions", "caption", "prompt")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageCms
 
-from datamodules.files import DAMAGED
+from foundation.files import DAMAGED
 
 # Errors of PIL for files that are no images, end early or are damaged, and of LittleCMS for profiles.
 UNREADABLE = (*DAMAGED, OSError, ImageCms.PyCMSError)

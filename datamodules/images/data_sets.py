@@ -13,9 +13,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datamodules.errors import UserError, without_credentials
-from datamodules.files import Packed, file_signature, reason
 from datamodules.images.tables import Table
+from foundation.errors import UserError, without_credentials
+from foundation.files import Packed, file_signature, reason
 
 if TYPE_CHECKING:
     import pyarrow as pa

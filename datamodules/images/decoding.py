@@ -19,10 +19,10 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from datamodules.errors import UserError, printable
-from datamodules.files import reason, require_file
 from datamodules.images.colours import HDR, ROUNDING, UNREADABLE, UNSPECIFIED, conversion
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile
+from foundation.errors import UserError, printable
+from foundation.files import reason, require_file
 
 log = logging.getLogger("retouch")
 

@@ -7,10 +7,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from datamodules.errors import UserError, listing
-from datamodules.files import read_text
 from datamodules.images.captions import parsed, read_captions
 from datamodules.images.samples import CAPTION_SUFFIXES, Found, Root, Sample, nfc
+from foundation.errors import UserError, listing
+from foundation.files import read_text
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))

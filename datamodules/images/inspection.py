@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from datamodules.errors import UserError, printable
 from datamodules.images.alignment import align, edges
 from datamodules.images.captions import wrapped_line
 from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, Sides, image_size, open_image, open_mask, opened
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
 from datamodules.images.windows import resize
+from foundation.errors import UserError, printable
 
 # Longer side of the small copies, and the pixels that are decoded for them.
 SIDE, DECODED_AREA = 512, 256**2

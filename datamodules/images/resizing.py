@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from datamodules.errors import UserError, count_of, listing
 from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
 from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, Sample
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends
+from foundation.errors import UserError, count_of, listing
 
 # Proportions of buckets are powers of STEP up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
 # off, not counting the rounding of the sides.

@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from datamodules.errors import UserError, count_of, listing, printable
-from datamodules.files import Packed
 from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image, verify_mask
 from datamodules.images.resizing import Framing, Sides, View
 from datamodules.images.samples import (
@@ -23,6 +21,8 @@ from datamodules.images.samples import (
     with_settings,
 )
 from datamodules.images.windows import ConditionImages
+from foundation.errors import UserError, count_of, listing, printable
+from foundation.files import Packed
 
 
 class Usable(NamedTuple):

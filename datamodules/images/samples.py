@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError, listing, printable
-from datamodules.files import CONTROL, Packed, file_signature
+from foundation.errors import UserError, listing, printable
+from foundation.files import CONTROL, Packed, file_signature
 
 # Both sides of every image are at least this long.
 SIDE_MULTIPLE = 16

@@ -15,11 +15,11 @@ from zlib import crc32
 
 from PIL import Image, ImageChops, ImageDraw, ImageOps
 
-from datamodules.errors import UserError, listing
-from datamodules.files import replacing_folder
 from datamodules.images.samples import Found, Root
 from datamodules.images.sources import find_samples
 from datamodules.images.tables import TABLES
+from foundation.errors import UserError, listing
+from foundation.files import replacing_folder
 
 SIDE = 64
 COLORS = {

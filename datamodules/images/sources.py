@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from datamodules.errors import UserError, count_of, listing, without_credentials
 from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_table, mark_of_data_set
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
@@ -28,6 +27,7 @@ from datamodules.images.folders import (
 from datamodules.images.samples import Found, Root, scan_roots
 from datamodules.images.tables import TABLES, Table, file_table, samples_of
 from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
+from foundation.errors import UserError, count_of, listing, without_credentials
 
 
 def find_samples(roots: Iterable[Root]) -> Found:

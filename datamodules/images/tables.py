@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError, listing
-from datamodules.files import Packed, read_text, reason, require_file
 from datamodules.images.captions import captions_of
 from datamodules.images.folders import IMAGE_SUFFIXES, is_image
 from datamodules.images.samples import CAPTION_SUFFIXES, Found, ImageFile, Root, Sample
+from foundation.errors import UserError, listing
+from foundation.files import Packed, read_text, reason, require_file
 
 # Names of a folder's table.
 TABLES = ("metadata.jsonl", "metadata.csv")

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError, listing
-from datamodules.files import decoded, kind_of_file, reason, require_file
 from datamodules.images.captions import CAPTION_KEYS, captions_of, parsed, read_captions
 from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
+from foundation.errors import UserError, listing
+from foundation.files import decoded, kind_of_file, reason, require_file
 
 SUFFIX = ".tar"
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")

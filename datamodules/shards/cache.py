@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from datamodules.files import DAMAGED, file_sha256, reading, remove_temporary, replacing
-from datamodules.hashes import FileHashes, Hashed
-from datamodules.locks import in_use, one_at_a_time
-from datamodules.shards.stores import working_folder
 from datamodules.shards.tar import OpenShard, Part, Row, parse_part, part_path, salvage, write_part
 from datamodules.shards.transfer import Bucket
+from foundation.files import DAMAGED, file_sha256, reading, remove_temporary, replacing
+from foundation.hashes import FileHashes, Hashed
+from foundation.locks import in_use, one_at_a_time
+from foundation.stores import working_folder
 
 log = logging.getLogger("retouch")
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, stack_padded
-from datamodules.errors import UserError
-from datamodules.files import reading
 from datamodules.images.resizing import Size
 from datamodules.images.sample_set import choose_held_out
 from datamodules.sampler import FIRST, Choices
 from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
 from datamodules.shards.tar import Row, parse_part, size_of
 from datamodules.shards.transfer import Bucket
+from foundation.errors import UserError
+from foundation.files import reading
 
 log = logging.getLogger("retouch")
 

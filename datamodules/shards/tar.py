@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import safetensors.torch
 from torch import Tensor
 
-from datamodules.errors import UserError
-from datamodules.files import file_sha256, replacing
 from datamodules.images.resizing import Size
+from foundation.errors import UserError
+from foundation.files import file_sha256, replacing
 
 # A row of the index: `id` names the members ID.safetensors and ID.json; `shard`, `offset` and `bytes` locate the
 # safetensors. A row with a `key` is a sample, one without is a prompt's conditioning.

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 import obstore
 from obstore.exceptions import BaseError
 
-from datamodules.errors import UserError, without_credentials
-from datamodules.files import DAMAGED, reason, replacing
-from datamodules.shards.stores import failure, is_bucket_absent, kind_of, locate
+from foundation.errors import UserError, without_credentials
+from foundation.files import DAMAGED, reason, replacing
+from foundation.stores import failure, is_bucket_absent, kind_of, locate
 
 if TYPE_CHECKING:
     from obstore import GetResult

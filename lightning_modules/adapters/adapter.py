@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
+from foundation.errors import UserError, listing
 from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.family import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError
-from datamodules.files import reading
+from foundation.errors import UserError
+from foundation.files import reading
 from lightning_modules.adapters.adapter import Adapter, trainable
 from lightning_modules.adapters.lora import attach_magnitudes
 from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable, without_adapters

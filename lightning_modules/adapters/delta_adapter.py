@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
+from foundation.errors import UserError, listing
 from lightning_modules.adapters.adapter import Adapter, Training, require_own_rates
 from lightning_modules.adapters.peft_layers import ADAPTER, layer_of
 from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets

@@ -10,7 +10,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import ADAPTER, full_tensor, layer_of
 from lightning_modules.lora_files.delta import Delta, LowRank

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
-from datamodules.files import replacing_folder
+from foundation.errors import UserError
+from foundation.files import replacing_folder
 from lightning_modules.adapters.adapter import Adapter, Training, trainable
 from lightning_modules.family import ALIKE, Family, Layers
 from lightning_modules.lora_files.writing import require_finite

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
-from datamodules.files import replacing_folder
+from foundation.errors import UserError, listing
+from foundation.files import replacing_folder
 from lightning_modules.lora_files.delta import Delta, LowRank, best_of_rank
 from lightning_modules.pretrained.checks import USUAL
 from lightning_modules.pretrained.single_file import save_native

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import (

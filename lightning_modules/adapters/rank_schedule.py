@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 
 # num_train_timesteps of the schedulers.
 NUM_TRAIN_TIMESTEPS = 1000

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from datamodules.errors import UserError
-from datamodules.files import reading
+from foundation.errors import UserError
+from foundation.files import reading
 from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.lora_files.reading import LoRAFile
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from datamodules.errors import UserError
-from datamodules.files import reason
+from foundation.errors import UserError
+from foundation.files import reason
 
 # Attention kernels without a backward pass.
 INFERENCE_ONLY = ("sage", "_sage")

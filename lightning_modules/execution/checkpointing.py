@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.execution.attention import keep_attention, keep_attention_compiled
 from lightning_modules.execution.blocks import LastBlock, blocks, with_attribute
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.execution.blocks import blocks
 
 

@@ -12,7 +12,7 @@ import torch.cuda._pin_memory_utils
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.execution.blocks import blocks
 
 log = logging.getLogger("retouch")

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from datamodules.errors import UserError, listing
-from datamodules.files import reason
+from foundation.errors import UserError, listing
+from foundation.files import reason
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import Kronecker, common_kind
 from lightning_modules.lora_files.names import LayerNames

@@ -15,9 +15,9 @@ import safetensors
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError, listing, printable
-from datamodules.files import kind_of_file, read_bytes, reading
-from datamodules.hub import repository_file
+from foundation.errors import UserError, listing, printable
+from foundation.files import kind_of_file, read_bytes, reading
+from foundation.hub import repository_file
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import make_delta, matching_kinds
 from lightning_modules.lora_files.names import UNREAD, LayerNames, Meaning, ignored, split_key

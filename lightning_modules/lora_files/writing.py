@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError, listing
-from datamodules.files import replacing
+from foundation.errors import UserError, listing
+from foundation.files import replacing
 from lightning_modules.lora_files.delta import Delta, LowRank, swap_halves
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames, flat

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import LatentBatch, copy_to
-from datamodules.errors import UserError
 from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.family import Family
 from lightning_modules.flow import Noised, mix

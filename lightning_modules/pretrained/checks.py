@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
-from datamodules.files import reading
-from datamodules.hub import repository_file
+from foundation.errors import UserError, listing
+from foundation.files import reading
+from foundation.hub import repository_file
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, rotated_group

@@ -7,7 +7,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from datamodules.errors import UserError, listing
+from foundation.errors import UserError, listing
 from lightning_modules.family import Family
 from lightning_modules.pretrained.checks import NAME_FILES, note_once, read_json
 from lightning_modules.pretrained.component_files import open_components

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from datamodules.errors import UserError
-from datamodules.files import reading
-from datamodules.hub import repository_file
+from foundation.errors import UserError
+from foundation.files import reading
+from foundation.hub import repository_file
 from lightning_modules.pretrained import checks
 from lightning_modules.pretrained.repository import (
     component_class,

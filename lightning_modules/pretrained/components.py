@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from datamodules.errors import UserError, listing
+from foundation.errors import UserError, listing
 from lightning_modules.pretrained.component_files import ComponentFile, load_component, open_components
 from lightning_modules.pretrained.repository import read_index, resolve_repository, shipped_configuration, with_weights
 from lightning_modules.quantization.linear import QuantizedLinear

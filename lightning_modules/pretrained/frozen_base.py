@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError, listing
+from foundation.errors import UserError, listing
 from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames

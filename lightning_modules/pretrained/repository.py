@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from datamodules.errors import UserError
-from datamodules.files import PICKLES, kind_of_file
-from datamodules.hashes import FileHashes, hash_file
-from datamodules.hub import repository_file
+from foundation.errors import UserError
+from foundation.files import PICKLES, kind_of_file
+from foundation.hashes import FileHashes, hash_file
+from foundation.hub import repository_file
 from lightning_modules.pretrained.checks import NAME_FILES, SUFFIXES, files_in, read_json
 
 log = logging.getLogger("retouch")

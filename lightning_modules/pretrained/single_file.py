@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
-from datamodules.files import GGUF, PICKLES, kind_of_file, reading
+from foundation.errors import UserError, listing
+from foundation.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
 from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes, known_bases, note_once

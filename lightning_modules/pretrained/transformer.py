@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from datamodules.errors import UserError
-from datamodules.hub import repository_file
+from foundation.errors import UserError
+from foundation.hub import repository_file
 from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
-from datamodules.files import reading, replacing
+from foundation.errors import UserError
+from foundation.files import reading, replacing
 from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import FORMATS, PLAIN, Quantization, return_freed_memory

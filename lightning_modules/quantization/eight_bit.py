@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from datamodules.files import reason
+from foundation.files import reason
 from lightning_modules.execution.blocks import without_autocast
 from lightning_modules.quantization.linear import (
     PIECE,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.quantization.linear import STORAGES, QuantizationFormat, QuantizedLinear, Storage, in_pieces
 
 # bitsandbytes compiles its kernels for devices without any of their own, and even their decorator imports Inductor.

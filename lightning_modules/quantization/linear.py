@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from datamodules.errors import UserError, listing
-from datamodules.files import reason
+from foundation.errors import UserError, listing
+from foundation.files import reason
 from lightning_modules.execution.blocks import compute_dtype
 
 log = logging.getLogger("retouch")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from datamodules.errors import UserError
-from datamodules.files import reason
+from foundation.errors import UserError
+from foundation.files import reason
 from lightning_modules.execution.blocks import without_autocast
 from lightning_modules.quantization.eight_bit import FP8, GROUPS, INT8, quantize_int8
 from lightning_modules.quantization.four_bit import FP4, NF4

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.files import reason
+from foundation.files import reason
 
 log = logging.getLogger("retouch")
 

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from report import origin
 from report.images import read_strip
 from report.origin import hub_id, licence

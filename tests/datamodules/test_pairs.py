@@ -8,11 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from datamodules.errors import UserError
-from datamodules.files import Packed
 from datamodules.images.samples import Sample
 from datamodules.images.sources import find_samples
 from datamodules.pairs import PairsDataModule, collate_pixels
+from foundation.errors import UserError
+from foundation.files import Packed
 from tests.support.pictures import make_pairs, photograph
 
 

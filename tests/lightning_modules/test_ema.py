@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.ema import EMA, RAMP_UP
 
 

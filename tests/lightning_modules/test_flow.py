@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.flow import (
     TimestepLaw,
     dynamic_shift,

@@ -8,7 +8,7 @@ import pytest
 import schedulefree
 import torch
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.ema import EMA
 from lightning_modules.optimization import Optimization
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules import sampling
 from lightning_modules.family import stock_pipeline
 from lightning_modules.inference import SamplingTransformer

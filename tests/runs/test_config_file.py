@@ -5,7 +5,7 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from runs.config_file import RESOLVERS, is_own, read_config, resolvable, write_config
 from tests.support.commands import ROOT
 from tests.support.harm import BILLION_LAUGHS

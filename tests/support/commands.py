@@ -99,8 +99,8 @@ def run_here(script: str, *overrides: str) -> Outcome:
 
 def run_task(task: str, *overrides: str) -> str:
     """Call the function of a task of predict.py with its settings, in this process, and return its output."""
-    from tasks.check_keys import chosen_task
-    from tasks.terminal import configure_logging
+    from cli.check_keys import chosen_task
+    from cli.terminal import configure_logging
 
     cfg = compose("predict", f"task={task}", *map(str, overrides))
     folder = Path(cfg.output_dir)

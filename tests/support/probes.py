@@ -13,7 +13,7 @@ import torch
 from torchmetrics import Metric
 
 from callbacks import find_callback, lifecycle
-from datamodules.errors import UserError
+from foundation.errors import UserError
 
 
 class CountBatches(L.Callback):

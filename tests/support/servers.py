@@ -15,7 +15,8 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from datamodules.shards import stores, transfer
+from datamodules.shards import transfer
+from foundation import stores
 
 NAME = "owner/name"
 REVISION = "a" * 40

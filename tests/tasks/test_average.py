@@ -8,7 +8,7 @@ import pytest
 import safetensors
 import torch
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from tasks.average import ema_exponent, ema_weights
 from tests.support.commands import run_task
 

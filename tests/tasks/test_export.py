@@ -8,7 +8,7 @@ import pytest
 import safetensors
 import torch
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import FORMATS, write

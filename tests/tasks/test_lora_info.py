@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.lora_files.writing import write
 from tasks.models import known_models
 from tests.support.commands import ROOT, run_task

@@ -5,7 +5,7 @@ import sys
 import pytest
 from starlette.testclient import TestClient
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from tests.webapp.conftest import BASE, SECRET, TOKEN, write_run
 from webapp.app import create_app, serve
 

@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from datamodules.locks import holder
-from tasks.arguments import quote_values
+from cli.arguments import quote_values
+from foundation.locks import holder
 from tests.support.commands import compose, run_task, short
 from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_captioners import build_captioner

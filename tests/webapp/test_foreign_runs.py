@@ -10,8 +10,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from starlette.testclient import TestClient
 
-from datamodules.errors import printable
-from datamodules.locks import lock_content
+from foundation.errors import printable
+from foundation.locks import lock_content
 from tests.support.harm import BILLION_LAUGHS, payload, typed
 from tests.webapp.conftest import BASE, write_run
 from webapp.jobs import Jobs

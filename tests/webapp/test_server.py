@@ -14,7 +14,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from tests.support.commands import ROOT
 from webapp.app import serve
 

@@ -16,10 +16,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from starlette.datastructures import FormData
 
-from datamodules.errors import UserError
-from datamodules.locks import holder, lock_content
+from cli.arguments import quote_values, read_values
+from foundation.errors import UserError
+from foundation.locks import holder, lock_content
 from runs.run_folder import RunFolder
-from tasks.arguments import quote_values, read_values
 from tests.support.commands import compose
 from tests.webapp.browsing import browser_page, studio_at
 from tests.webapp.conftest import write_run

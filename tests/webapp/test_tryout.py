@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from PIL import Image
 from starlette.testclient import TestClient
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from runs.run_folder import RunFolder

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.errors import UserError
 from datamodules.images.decoding import size_of_area
 from datamodules.images.windows import ConditionImages
+from foundation.errors import UserError
 from lightning_modules.families.krea2.denoise import SCHEMES, krea2_mu, krea2_velocity, references
 from lightning_modules.families.krea2.pipeline import LatentKrea2
 from lightning_modules.families.qwen_image.module import QwenLatents

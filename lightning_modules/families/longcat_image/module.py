@@ -7,9 +7,9 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from datamodules.errors import UserError
 from datamodules.images.samples import SIDE_MULTIPLE
 from datamodules.images.windows import SeenByBoth, resize
+from foundation.errors import UserError
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux.denoise import flux_last_block
 from lightning_modules.families.flux.native_names import NATIVE_NAMES as FLUX_NAMES

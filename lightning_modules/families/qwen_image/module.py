@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import Geometry
-from datamodules.errors import UserError
 from datamodules.images.decoding import size_of_area
 from datamodules.images.windows import ConditionImages
+from foundation.errors import UserError
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.patches import LatentPipeline
 from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity

@@ -7,8 +7,8 @@ from PIL import Image
 from torch import Tensor
 
 from datamodules.batch import Geometry
-from datamodules.errors import UserError
 from datamodules.images.windows import SeenByBoth
+from foundation.errors import UserError
 from lightning_modules.families.qwen_image.module import QwenLatents
 from lightning_modules.families.qwen_image_2_1.denoise import qwen21_velocity
 from lightning_modules.families.qwen_image_2_1.pipeline import LatentSequence

@@ -10,11 +10,11 @@ import pytest
 from PIL import Image, ImageCms
 
 from datamodules.contents import Content
-from datamodules.errors import UserError
-from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.decoding import image_facts, open_image
 from datamodules.images.samples import Sample
 from datamodules.images.windows import Window, load_mask
+from foundation.errors import UserError
+from foundation.hashes import FileHashes, hash_file
 from tests.support.pictures import photograph
 
 SIZE = (48, 32)

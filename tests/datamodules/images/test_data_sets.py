@@ -6,9 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Features, Image, List, Value
 
-from datamodules.errors import UserError
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
+from foundation.errors import UserError
 from tests.support.stored import as_arrow, as_parquet, as_snapshot, data_set, picture, prompt
 
 

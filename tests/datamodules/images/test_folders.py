@@ -9,10 +9,10 @@ import unicodedata
 import pytest
 
 from datamodules.edits import EditsDataModule, find_images
-from datamodules.errors import UserError
 from datamodules.images.folders import CONTROL_FOLDERS, TARGET_FOLDERS, USUAL_ENDINGS, Listing
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_captioned, find_samples
+from foundation.errors import UserError
 from tests.support.pictures import make_pairs
 from tests.support.stored import picture, tar_members, write_tar
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 # Prints for each root how many samples it has, its first prompt and the size of its first target, or the error.
 CODE = """
 import sys
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
 

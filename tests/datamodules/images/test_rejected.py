@@ -8,12 +8,12 @@ import torch
 from hydra.utils import instantiate
 from PIL import Image
 
-from datamodules.errors import UserError
 from datamodules.images.inspection import Kind, inspect_sample
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
 from datamodules.images.tables import choose_columns
 from datamodules.pairs import PairDataset, collate_pixels
+from foundation.errors import UserError
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs, photograph
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from datamodules.edits import EditsDataModule
-from datamodules.errors import UserError
 from datamodules.images.decoding import Facts, floor_size, shrunk, size_of_area
 from datamodules.images.resizing import MOST_CROPPED, Framing, bucket_table, notes_on
 from datamodules.images.samples import Root, Sample
 from datamodules.images.windows import ConditionImages, load_image, load_mask
+from foundation.errors import UserError
 from tasks.models import without_network
 from tests.support.commands import compose
 from tests.support.pictures import photograph

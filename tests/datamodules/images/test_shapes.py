@@ -7,7 +7,6 @@ import pytest
 from hydra.utils import instantiate
 from PIL import ImageChops
 
-from datamodules.errors import UserError
 from datamodules.images.decoding import open_image
 from datamodules.images.samples import Root
 from datamodules.images.shapes import (
@@ -21,6 +20,7 @@ from datamodules.images.shapes import (
     draw,
     find_shapes,
 )
+from foundation.errors import UserError
 from tests.support.commands import compose
 
 SCENE = Scene("blue", (Shape("circle", "red", 20, 20, 10), Shape("star", "white", 45, 40, 11)))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.errors import UserError
-from datamodules.files import Packed
-from datamodules.hashes import FileHashes, hash_file
 from datamodules.images.decoding import image_size, verify_image
 from datamodules.images.samples import Found, Root, Sample, as_roots, with_settings
 from datamodules.images.sources import find_samples
 from datamodules.images.windows import Window, load_image
+from foundation.errors import UserError
+from foundation.files import Packed
+from foundation.hashes import FileHashes, hash_file
 from tests.support.pictures import make_pairs
 from tests.support.stored import FORMS, as_parquet, as_saved, as_tars, picture, prompt
 

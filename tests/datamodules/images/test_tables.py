@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from datamodules.errors import UserError
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_captioned, find_samples
 from datamodules.images.tables import choose_columns
+from foundation.errors import UserError
 from tests.support.stored import picture
 
 # Columns of well-known editing sets, those with images, and their roles.

@@ -7,9 +7,9 @@ import tarfile
 
 import pytest
 
-from datamodules.errors import UserError
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_captioned, find_samples
+from foundation.errors import UserError
 from tests.support.stored import picture, tar_members, write_tar
 
 

@@ -12,9 +12,9 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from datamodules.errors import UserError
 from datamodules.images.decoding import floor_size, image_size, open_image, open_mask, verify_image, verify_mask
 from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
+from foundation.errors import UserError
 from tests.support.pictures import photograph
 
 SIZE = (48, 32)

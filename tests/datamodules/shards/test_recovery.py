@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 
-from datamodules.errors import UserError
-from datamodules.files import file_sha256
-from datamodules.hashes import FileHashes, hash_file
+from cli.terminal import configure_logging
 from datamodules.shards import cache as cache_module
 from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.reader import LatentReader, index_of, open_shards
 from datamodules.shards.tar import parse_part, part_path, salvage
-from tasks.terminal import configure_logging
+from foundation.errors import UserError
+from foundation.files import file_sha256
+from foundation.hashes import FileHashes, hash_file
 from tests.support.caches import flip
 from tests.support.latents import content, fill
 

@@ -9,14 +9,14 @@ import safetensors.torch
 import torch
 import webdataset as wds
 
-from datamodules.errors import UserError
+from cli.terminal import configure_logging
 from datamodules.images.windows import Window
 from datamodules.prefetch import ThreadedLoader
 from datamodules.sampler import Choices
 from datamodules.shards.cache import Cache, Folder
 from datamodules.shards.reader import LatentReader, check_fit, index_of
 from datamodules.shards.tar import prompt_id, sample_id
-from tasks.terminal import configure_logging
+from foundation.errors import UserError
 from tests.support.latents import tensors
 
 

@@ -5,12 +5,12 @@ import traceback
 import pytest
 import torch
 
-from datamodules.errors import UserError
-from datamodules.shards import stores
+from cli.terminal import configure_logging
 from datamodules.shards.cache import Folder
 from datamodules.shards.reader import LatentReader, open_shards
 from datamodules.shards.transfer import Bucket
-from tasks.terminal import configure_logging
+from foundation import stores
+from foundation.errors import UserError
 from tests.support.servers import Handler, serve
 
 PARTS = {"dtype": "bfloat16"}

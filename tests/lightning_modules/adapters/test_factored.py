@@ -9,7 +9,7 @@ from peft import LoHaConfig, LoKrConfig, OFTConfig, inject_adapter_in_model
 from peft.tuners.lokr.layer import factorization
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.factored import OFT, LoHa, LoKr, delta_layers, factor_pair
 from lightning_modules.adapters.peft_layers import ADAPTER

@@ -7,7 +7,7 @@ from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from hydra.utils import instantiate
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.fusing import fuse_to_file, write_fused
 from lightning_modules.lora_files.delta import LowRank
 from tests.support.commands import compose

@@ -9,7 +9,7 @@ from diffusers import FluxTransformer2DModel
 from hydra.utils import instantiate
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.lora_files.delta import LowRank
 from tests.support.commands import compose, run_task

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.lora import InOneProduct, LoRA
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters import tlora
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.tlora import random_singular_values

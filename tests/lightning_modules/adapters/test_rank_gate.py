@@ -9,7 +9,7 @@ from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 from peft import LoraConfig
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.rank_mask import RankGate, attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule

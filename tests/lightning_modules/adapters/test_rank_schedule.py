@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.rank_schedule import RankSchedule
 
 EVERY_TIMESTEP = range(1001)

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from peft import LoraConfig
 from peft.optimizers import create_loraplus_optimizer
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import TrainedParts, Training, trainable
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.ranks import Ranks

@@ -6,7 +6,7 @@ import torch
 from diffusers import FluxKontextPipeline
 
 from datamodules.batch import LatentBatch
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.peft_layers import ADAPTER
 from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from safetensors import safe_open
 from torch._dynamo.utils import counters
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.writing import write
@@ -139,7 +139,7 @@ def test_a_file_or_a_repository_of_the_hub(file, tmp_path, monkeypatch):
     code = (
         "import json, sys\n"
         "from lightning_modules.lora_files.reading import find_or_download\n"
-        "from datamodules.errors import UserError\n"
+        "from foundation.errors import UserError\n"
         "for name in sys.argv[1:]:\n"
         "    try: print(find_or_download(name).name)\n"
         "    except UserError as error: print(error)\n"

@@ -6,7 +6,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing

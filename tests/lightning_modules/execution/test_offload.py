@@ -4,7 +4,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.execution import offload
 from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.offload import HostMemory, streamed_linears

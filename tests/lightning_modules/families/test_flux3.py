@@ -10,12 +10,12 @@ from diffusers import Flux3AutoBlocks
 from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
 from datamodules.images.decoding import to_tensor
 from datamodules.images.resizing import Framing
 from datamodules.images.samples import Root, Sample
 from datamodules.images.windows import load_image, load_mask
 from datamodules.pairs import collate_pixels
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.families.flux3.module import Flux3Klein
 from lightning_modules.inference import SamplingTransformer

@@ -8,15 +8,15 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
+from cli.resolvers import CONF
 from datamodules.pairs import collate_pixels
+from foundation.errors import UserError
 from lightning_modules.adapters.targets import resolve_targets
 from lightning_modules.families.krea2.denoise import SCHEMES
 from lightning_modules.families.krea2.module import Krea2
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.reading import LoRAFile, find_weights
 from tasks.models import model_settings
-from tasks.resolvers import CONF
 from tests.support.commands import compose
 from tests.support.krea2_reference import KREA2_REFERENCES
 from tests.support.objectives import losses

@@ -5,9 +5,9 @@ import torch
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
 from datamodules.images.windows import Window
 from datamodules.pairs import collate_pixels
+from foundation.errors import UserError
 from lightning_modules.families.longcat_image.module import HalvedForText
 from tests.support.commands import compose
 from tests.support.pictures import photograph

@@ -11,9 +11,9 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rop
 from PIL import Image
 
 from datamodules.edits import EditsDataModule
-from datamodules.errors import UserError
 from datamodules.images.windows import SeenByBoth, load_image
 from datamodules.pairs import collate_pixels
+from foundation.errors import UserError
 from lightning_modules.families.qwen_image_2_1.denoise import joint_sequence
 from lightning_modules.family import Sampling
 from report.images import opaque, read_strip, to_image

@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel
 from diffusers.loaders import lora_pipeline
 from peft import PeftModel
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.lora_files.compatibility import check_with_diffusers, loader_of, peft_deltas, readers
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.writing import FORMATS, encode, write

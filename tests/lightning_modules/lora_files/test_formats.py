@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from peft import PeftModel
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.families.flux.module import FluxKontext

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from peft import LoHaConfig, LoKrConfig, OFTConfig, get_peft_model
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.factored import add_deltas
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.lora_files.names import LayerNames

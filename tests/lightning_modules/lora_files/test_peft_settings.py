@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.lora_files import reading
 from lightning_modules.lora_files.kinds import make_delta
 from lightning_modules.lora_files.names import split_key

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.reading import LoRAFile, find_weights
 from lightning_modules.lora_files.writing import write

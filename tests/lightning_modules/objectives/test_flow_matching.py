@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.flow import FlowMatching, TimestepLaw
 from tests.support.commands import compose

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.objectives.flow_matching import (
     WEIGHTINGS,
     Huber,

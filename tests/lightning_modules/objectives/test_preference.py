@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from tests.support.objectives import gradients, latent_batch, losses, noised
 from tests.support.tiny_adapters import build, learn

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from datamodules.errors import UserError
 from datamodules.images.windows import ConditionImages
+from foundation.errors import UserError
 from lightning_modules.adapters.peft_layers import ADAPTER, get_weight, lora_layers
 from lightning_modules.families.flux.module import FluxDev, FluxKontext
 from tests.support.combinations import first

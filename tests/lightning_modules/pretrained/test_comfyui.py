@@ -8,7 +8,7 @@ import torch
 from hydra.utils import get_class, instantiate
 from safetensors.torch import load_file
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.pretrained import comfyui, repository
 from lightning_modules.pretrained.comfyui import _is_named_for
 from tests.lightning_modules.pretrained.test_single_file import E4M3, Files, fp8

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.component_files import load_component, open_components

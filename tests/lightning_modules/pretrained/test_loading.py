@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from datamodules.errors import UserError
-from datamodules.hub import repository_file
+from foundation.errors import UserError
+from foundation.hub import repository_file
 from lightning_modules.pretrained.component_files import load_component
 from lightning_modules.pretrained.repository import (
     ASSETS,
@@ -172,7 +172,7 @@ def test_gated_and_missing_repositories_are_told_apart_and_the_token_never_shown
     code = (
         "import json\n"
         "from lightning_modules.pretrained.repository import read_index\n"
-        "from datamodules.errors import UserError\n"
+        "from foundation.errors import UserError\n"
         "lines = []\n"
         "for name in ('owner/gated', 'owner/missing'):\n"
         "    try: read_index(name)\n"

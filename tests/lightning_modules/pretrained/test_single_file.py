@@ -12,7 +12,7 @@ from hydra.utils import get_class, instantiate
 from safetensors.torch import save_file
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.families.z_image.module import NATIVE_NAMES
 from lightning_modules.lora_files.delta import LowRank

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.pretrained.checks import open_weights
 from lightning_modules.pretrained.repository import resolve_repository
 from lightning_modules.pretrained.transformer import TransformerSource

@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from tests.support.commands import ROOT, compose
 from tests.support.quantized import load, quantization
 

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 from lightning_modules.pretrained.weights import save_quantized
 from lightning_modules.quantization.eight_bit import GROUPS, rotate
 from tests.lightning_modules.pretrained.test_weights import LAYER, NAME, source, write  # noqa: F401 (a fixture)

@@ -4,7 +4,7 @@ import logging
 from functools import lru_cache
 from pathlib import Path
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 
 log = logging.getLogger("retouch")
 

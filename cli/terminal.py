@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from datamodules.errors import UserError, printable
+from foundation.errors import UserError, printable
 from runs.signals import Stopped, stop
 
 log = logging.getLogger("retouch")
@@ -217,7 +217,7 @@ def line_for_users(error: BaseException) -> str | None:
             return str(error).splitlines()[0]
         error = error.__cause__
     # The error of a data worker is preceded by its traceback.
-    line = str(error).strip().splitlines()[-1].removeprefix("datamodules.errors.UserError: ") if str(error) else ""
+    line = str(error).strip().splitlines()[-1].removeprefix("foundation.errors.UserError: ") if str(error) else ""
     if isinstance(error, UserError | Stopped):
         return line
     if isinstance(error, OmegaConfBaseException):

@@ -10,9 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from datamodules.errors import UserError
-from datamodules.files import PICKLE, kind_of_file, read_bytes, reading, replacing
-from datamodules.locks import holder, in_use, open_own
+from foundation.errors import UserError
+from foundation.files import PICKLE, kind_of_file, read_bytes, reading, replacing
+from foundation.locks import holder, in_use, open_own
 
 
 def pickled(legacy: bool) -> bytes:

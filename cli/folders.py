@@ -12,14 +12,14 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.errors import UserError, without_credentials
-from datamodules.locks import LOCK, in_use
-from tasks.resuming import check_resume, newest_run
-from tasks.terminal import is_first_process, one_line_errors
+from cli.resuming import check_resume, newest_run
+from cli.terminal import is_first_process, one_line_errors
+from foundation.errors import UserError, without_credentials
+from foundation.locks import LOCK, in_use
 
 # Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
-# A note on the run's copy in a bucket (`tasks.uploads`).
+# A note on the run's copy in a bucket (`cli.uploads`).
 MIRROR = ".mirror.json"
 # Tasks that write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")

@@ -13,10 +13,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from rapidfuzz.distance import OSA
 
-from datamodules.errors import UserError, listing
+from cli.check_values import OPEN_MAPPINGS
+from cli.resolvers import CONF
+from foundation.errors import UserError, listing
 from report.quoting import flat_settings, program
-from tasks.check_values import OPEN_MAPPINGS
-from tasks.resolvers import CONF
 
 # Functions by script and task=. They are imported when they are chosen, after the settings have been checked.
 TASKS = {

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.errors import UserError, without_credentials
-from datamodules.files import reading
+from cli.terminal import is_first_process, log
+from foundation.errors import UserError, without_credentials
+from foundation.files import reading
 from report.quoting import SECRET, flat_settings, program
 from runs.config_file import read_config, resolvable
 from runs.run_folder import End, RunFolder
-from tasks.terminal import is_first_process, log
 
 # The checkpoint restores the state of these, which would hide a changed setting.
 RESTORED = ("adapter", "optimizer", "ema")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from datamodules.files import Packed, file_sha256, file_signature, require_file
+from foundation.files import Packed, file_sha256, file_signature, require_file
 
 # A file's path, size, modification and change time in ns, and sha256; then further facts to remember about it.
 Hashed = tuple[Any, ...]

@@ -17,15 +17,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from datamodules.errors import UserError, listing
-from datamodules.shards import stores
+from cli.check_keys import TASKS, Declared, closest, declared
+from cli.resolvers import CONF
+from cli.resuming import OF_A_START, newest_run
+from cli.terminal import log, started_by_lightning
+from foundation import stores
+from foundation.errors import UserError, listing
 from report.quoting import PATHS, QUOTES, SECRET, TEXTS, is_parsed, literal, override, program, prompt_items
 from runs.config_file import calls_another_function, is_own
 from runs.run_folder import RunFolder
-from tasks.check_keys import TASKS, Declared, closest, declared
-from tasks.resolvers import CONF
-from tasks.resuming import OF_A_START, newest_run
-from tasks.terminal import log, started_by_lightning
 
 NOTIFY = "RETOUCH_NOTIFY"  # the variable with the addresses
 # The word of the command line by which settings of another machine may name functions.

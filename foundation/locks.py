@@ -13,8 +13,8 @@ from weakref import WeakSet
 import psutil
 from filelock import lock_descriptor
 
-from datamodules.errors import UserError
-from datamodules.files import require_file
+from foundation.errors import UserError
+from foundation.files import require_file
 
 log = logging.getLogger("retouch")
 

@@ -7,8 +7,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from datamodules.errors import UserError
-from tasks.check_values import RULES, Switch, check_ranges, check_run
+from cli.check_values import RULES, Switch, check_ranges, check_run
+from foundation.errors import UserError
 from tests.support.commands import compose, run_code
 
 

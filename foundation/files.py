@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from yaml import YAMLError
 
-from datamodules.errors import UserError
+from foundation.errors import UserError
 
 # The errors of parsers for malformed content; RuntimeError is PyTorch's.
 DAMAGED = (

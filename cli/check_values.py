@@ -12,9 +12,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.errors import UserError, without_credentials
-from tasks.resolvers import CONF
-from tasks.terminal import is_first_process
+from cli.resolvers import CONF
+from cli.terminal import is_first_process
+from foundation.errors import UserError, without_credentials
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ import time
 
 import pytest
 
-from datamodules.errors import UserError
-from datamodules.locks import LOCK, Holder, holder, in_use
-from tasks.folders import BEGINS, new_folder
+from cli.folders import BEGINS, new_folder
+from foundation.errors import UserError
+from foundation.locks import LOCK, Holder, holder, in_use
 from tests.support.commands import ROOT, wait_until
 
 PICTURES = ["prompt=[a,b]", "width=32", "height=32", "num_inference_steps=1"]
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from datamodules.locks import in_use
+from foundation.locks import in_use
 with in_use(Path(sys.argv[1])):
     if not os.fork():  # its worker, which has let the lock go
         print("held", flush=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from datamodules.errors import UserError
-from tasks.placement import join_processes
+from cli.placement import join_processes
+from foundation.errors import UserError
 from tests.support.commands import compose
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}

@@ -5,9 +5,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from datamodules.shards import stores
+from cli.folders import prediction_folder, run_folder
+from foundation import stores
 from report.quoting import program
-from tasks.folders import prediction_folder, run_folder
 
 CONF = Path(__file__).parent.parent / "conf"
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from datamodules.errors import UserError
+from cli.terminal import is_first_process, machine_count
+from foundation.errors import UserError
 from report.quoting import program
 from runs.signals import BEFORE_THE_END, Stopped
-from tasks.terminal import is_first_process, machine_count
 
 if TYPE_CHECKING:
     import torch

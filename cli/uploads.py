@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from datamodules.errors import UserError, listing, printable, without_credentials
-from datamodules.files import DAMAGED, file_sha256, link_or_copy, reason, replacing
-from datamodules.locks import one_at_a_time
+from cli.folders import MIRROR
+from cli.terminal import is_first_process, log, started_by_lightning
 from datamodules.shards.transfer import Bucket
+from foundation.errors import UserError, listing, printable, without_credentials
+from foundation.files import DAMAGED, file_sha256, link_or_copy, reason, replacing
+from foundation.locks import one_at_a_time
 from runs.run_folder import RunFolder, best_effort
 from runs.signals import Stopped, stop
-from tasks.folders import MIRROR
-from tasks.terminal import is_first_process, log, started_by_lightning
 
 POLL = 5.0  # seconds between two looks for a new checkpoint
 TRIES = 30  # of the last upload; while the bucket cannot be reached each takes 15 s

@@ -1,0 +1,1 @@
+"""The command line: arguments and settings checked, folders, processes, resuming, the terminal."""
