@@ -12,9 +12,9 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
+from cli import uploads
 from runs.run_folder import RunFolder
 from runs.signals import stop
-from tasks import uploads
 
 NAME = "owner/name"
 TOKEN = "hf_averysecrettoken"

@@ -10,11 +10,12 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
 
+from cli import check_values
 from foundation.errors import UserError
 from report import origin
 from report.images import read_strip
 from report.origin import hub_id, licence
-from tasks import check_values, fit
+from tasks import fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short
 from tests.support.pictures import make_pairs

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from cli import terminal as console
 from lightning_modules.sampling import Sampler
 from runs import signals
 from runs.signals import Stop, Stopped
-from tasks import terminal as console
 from tests.support.commands import rows, short
 
 

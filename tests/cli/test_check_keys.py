@@ -10,10 +10,10 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from cli import check_keys as keys
 from cli.arguments import hydras_errors, read_arguments
 from cli.check_keys import CONF, OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
 from foundation.errors import UserError
-from cli import check_keys as keys
 from tests.support.commands import ROOT, compose
 
 
