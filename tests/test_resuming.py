@@ -16,13 +16,13 @@ from diffusers.optimization import get_cosine_schedule_with_warmup
 from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
+from cli import resuming
 from cli.arguments import with_run_settings
 from cli.resuming import check_resumable, check_resume, find_checkpoint
 from foundation.errors import UserError
 from lightning_modules.optimization import Optimization
 from runs.config_file import write_config
 from runs.run_folder import RunFolder, shorten
-from tasks import resuming
 from tests.support.combinations import first
 from tests.support.commands import compose, kill_when, lora_bytes, metrics, short, wait_until
 from tests.support.gallery import SHOWN

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import EpsImagePlugin, Image
 
+from cli import uploads
 from cli.arguments import FUNCTION, read_arguments, read_values
 from cli.check_keys import declared
 from cli.terminal import configure_logging
@@ -22,7 +23,6 @@ from lightning_modules.pretrained.repository import component_class, component_c
 from report.images import read_strip
 from report.quoting import literal
 from runs.run_folder import RunFolder
-from tasks import uploads
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.harm import payload, typed
 from tests.support.pictures import make_pairs, photograph

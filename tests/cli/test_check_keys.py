@@ -149,7 +149,7 @@ def test_yaml_with_a_mistake_names_its_line(tmp_path):
         {"trainer.max_time": "00:08:00:00"},
         {"optimizer.amsgrad": True},
         {"callbacks.mine": {"_target_": "callbacks.progress.TrainingProgress", "output_dir": "x"}},
-        {"callbacks.mine": {"_target_": "tests.tasks.test_check_keys.TakesAny", "every": 1}},
+        {"callbacks.mine": {"_target_": "tests.cli.test_check_keys.TakesAny", "every": 1}},
         {"adapter.rank_pattern": {"transformer_blocks.*": 8}},
         {"data.columns": {"control": "before", "prompt": "text"}},
     ],
