@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import obstore
 import pytest
 
+from cli import uploads as module
 from cli.resolvers import work_folder
 from cli.terminal import configure_logging
 from cli.uploads import Mirror
 from foundation.errors import UserError
 from foundation.files import replacing
 from runs.run_folder import RunFolder
-from tasks import uploads as module
 from tests.support.commands import kill_when, lora_bytes, short
 from tests.support.several_runs import start_two
 
