@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from foundation.errors import UserError
-from report.quoting import flat_settings
+from foundation.settings import flat_settings
 from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")

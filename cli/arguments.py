@@ -17,13 +17,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from cli.check_keys import TASKS, Declared, closest, declared
-from cli.resolvers import CONF
+from cli.check_keys import TASKS, closest, refuse
 from cli.resuming import OF_A_START, newest_run
 from cli.terminal import log, started_by_lightning
 from foundation import stores
 from foundation.errors import UserError, listing
-from report.quoting import PATHS, QUOTES, SECRET, TEXTS, is_parsed, literal, override, program, prompt_items
+from foundation.settings import CONF, Declared, declared, text_kind
+from report.quoting import QUOTES, SECRET, is_parsed, literal, override, program, prompt_items
 from runs.config_file import calls_another_function, is_own
 from runs.run_folder import RunFolder
 
@@ -159,9 +159,9 @@ def quote_values(arguments: list[str]) -> list[str]:
     for argument in arguments:
         given, _, value = argument.partition("=")
         key = given.lstrip("+")
-        if key in PATHS | TEXTS and not is_parsed(key, value):
-            value = os.path.expanduser(value) if key in PATHS else value  # a shell expands ~ only at a word's start
-            if key in PATHS and value.startswith("assets/") and not os.path.exists(value):  # an installed example
+        if (kind := text_kind(key)) and not is_parsed(key, value):
+            value = os.path.expanduser(value) if kind == "path" else value  # a shell expands ~ only at a word's start
+            if kind == "path" and value.startswith("assets/") and not os.path.exists(value):  # an installed example
                 value = str(CONF.parent / value)
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders
                 value = os.path.abspath(value)
@@ -199,7 +199,7 @@ def _split(arguments: Sequence[str], script: str, trusted: bool) -> tuple[list[s
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):
             key = settings[index - 1].partition("=")[0] if index else ""
-            hint = f'Quote the {key}: {key}="...".' if key in TEXTS | PATHS else f"Write {_meant(word, script)}."
+            hint = f'Quote the {key}: {key}="...".' if text_kind(key) else f"Write {_meant(word, script)}."
             raise UserError(f"{word}: it is not KEY=VALUE. {hint}")
     return [argument for argument in arguments if argument not in settings], settings
 
@@ -235,7 +235,7 @@ def _checked(setting: str, known: Declared) -> str:
     dotted = key.replace("/", ".")
     is_argument = known.takes_arguments(dotted) and (given.is_add() or given.is_force_add())
     if not known.knows(dotted) and not is_argument:
-        known.refuse(key)
+        refuse(known, key)
     return setting
 
 
@@ -266,9 +266,9 @@ def explained(error: Exception, known: Declared) -> str:
         return f"{group}={name}: there is no such choice. {hint}"
     if match := re.match(r"Could not override '(.+)'|Could not delete from config. '(.+)' does", str(error)):
         key = match[1] or match[2]
-        if choices := known.leaves.get(key):
-            return f"{key}: it is no setting of what was chosen, but of {listing(choices)}."
-        known.refuse(key)
+        if setting := known.settings.get(key):
+            return f"{key}: it is no setting of what was chosen, but of {listing(setting.options)}."
+        refuse(known, key)
     if match := re.match(r"Ambiguous value for argument '(.+)'", str(error)):
         return (
             f"{match[1]}: several values are a sweep, which needs -m; a list is [A,B]; text with a comma needs quotes."

@@ -1,15 +1,15 @@
-"""The folder of the settings, and the functions behind their `${name:...}`. Import this before Hydra composes."""
+"""The functions behind their `${name:...}`. Import this before Hydra composes."""
 
-from pathlib import Path
+import re
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from cli.folders import prediction_folder, run_folder
 from foundation import stores
+from foundation.settings import CONF as CONF
+from foundation.settings import declared
 from report.quoting import program
-
-CONF = Path(__file__).parent.parent / "conf"
 
 
 def work_folder(place: str | None, under: str = "outputs") -> str | None:
@@ -27,7 +27,13 @@ def warmup_steps(most: int, max_steps: int) -> int:
     return min(most, max_steps // 10)
 
 
-for _resolver in (work_folder, when, warmup_steps, program):
+def listed_settings(script: str) -> str:
+    """Return the lines of --help about the settings that people change most."""
+    firsts = {key: re.split(r"(?<=\.) ", one.help)[0] for key, one in declared(script).listed().items()}
+    return "\n".join(f"  {key:37} {line.removesuffix('.')}" for key, line in firsts.items())
+
+
+for _resolver in (work_folder, when, warmup_steps, program, listed_settings):
     OmegaConf.register_new_resolver(_resolver.__name__, _resolver, replace=True)
 # Computed once per command, so that the jobs of a sweep share the folder.
 for _folder in (run_folder, prediction_folder):

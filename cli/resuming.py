@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from cli.terminal import is_first_process, log
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
-from report.quoting import SECRET, flat_settings, program
+from foundation.settings import flat_settings
+from report.quoting import SECRET, program
 from runs.config_file import read_config, resolvable
 from runs.run_folder import End, RunFolder
 

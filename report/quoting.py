@@ -1,6 +1,5 @@
 """Settings as text: quoted for Hydra's command line and for Markdown, by flat keys, and for other people to read."""
 
-import math
 import re
 import shlex
 import sys
@@ -14,43 +13,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from foundation.errors import printable, without_credentials
+from foundation.settings import text_kind
 
-# Settings whose values are text that Hydra must not parse.
-TEXTS = {
-    "token",
-    "prompt",
-    "negative_prompt",
-    "model.sampling.negative_prompt",
-    "data.prefix",
-    "data.source.instance_prompt",
-    "data.trigger_word",
-    "captioner.pair.system",
-    "captioner.pair.user",
-    "captioner.single.system",
-    "captioner.single.user",
-}
-# Settings whose values are paths.
-PATHS = {
-    "image",
-    "prompts_file",
-    "lora",
-    "merge",
-    "output_dir",
-    "ckpt_path",
-    "data.cache_dir",
-    "data.root",
-    "data.shards",
-    "data.val_root",
-    "adapter.init_from",
-    "captioner.pretrained_model_name_or_path",
-    "model.pretrained_model_name_or_path",
-    "model.transformer_name_or_path",
-    "model.text_encoder_name_or_path",
-    "model.vae_name_or_path",
-    "model.comfyui",
-    "model.sampling.transformer_name_or_path",
-    "sample_root",
-}
 QUOTES = ("'", '"')
 # An item in a list of prompts.
 ITEM = r"""\s*("(?:[^"\\]|\\[\s\S])*"|'(?:[^'\\]|\\[\s\S])*'|[^\s,\[\]"'][^,\[\]]*)\s*"""
@@ -64,15 +28,6 @@ def program(script: str) -> str:
     return f"python {script}.py" if in_clone and "retouch-" not in Path(sys.argv[0]).name else f"retouch-{script}"
 
 
-def flat_settings(settings: Mapping[Any, Any], start: str = "", levels: float = math.inf) -> dict[str, Any]:
-    """Return nested settings by their keys with dots, down to some level."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        nested = isinstance(value, dict) and value and levels > 1
-        found |= flat_settings(value, f"{start}{key}.", levels - 1) if nested else {f"{start}{key}": value}
-    return found
-
-
 def prompt_items(value: str) -> list[str]:
     """Return the items of a list of prompts as they are written; none for one text, such as `[draft]`."""
     items = re.findall(ITEM, value[1:-1]) if re.fullmatch(rf"\[{ITEM}(,{ITEM})*\]", value) else []
@@ -84,8 +39,8 @@ def is_parsed(key: str, value: str) -> bool:
     ends = value[0] + value[-1] if len(value) > 1 else ""
     if value in ("", "null", "[]") or (key == "prompt" and prompt_items(value)):
         return True
-    if key in PATHS or ends not in ("''", '""'):
-        return key in PATHS and (ends in ("''", '""', "[]") or ("," in value and not Path(value).exists()))
+    if text_kind(key) == "path" or ends not in ("''", '""'):
+        return text_kind(key) == "path" and (ends in ("''", '""', "[]") or ("," in value and not Path(value).exists()))
     with suppress(HydraException):
         return is_parsed(key, str(OverridesParser.create().parse_override(f"x={value}").value()))
     return False
@@ -100,10 +55,10 @@ def literal(value: str) -> str:
 def override(key: str, value: Any) -> str:
     """Return KEY=VALUE for a shell, which `cli.arguments.quote_values` and Hydra read back as this value."""
     if isinstance(value, list):
-        items = ",".join(literal(one) if key in PATHS | TEXTS else str(one) for one in value)
+        items = ",".join(literal(one) if text_kind(key) else str(one) for one in value)
         return f"{key}={shlex.quote(f'[{items}]')}" if len(value) > 1 else override(key, value[0])
     text = str(value)
-    if isinstance(value, str) and (is_parsed(key, text) or (key in PATHS and text.startswith("~"))):
+    if isinstance(value, str) and (is_parsed(key, text) or (text_kind(key) == "path" and text.startswith("~"))):
         text = literal(text)
     return f"{key}={shlex.quote(text)}"
 

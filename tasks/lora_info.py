@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from foundation.errors import UserError, listing, printable
+from foundation.settings import flat_settings
 from lightning_modules.lora_files.delta import Delta, squared_difference
 from lightning_modules.lora_files.names import LayerNames, LayerShape
 from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download
-from report.quoting import flat_settings
 from tasks.edit import as_list
 from tasks.models import fitting_models, model_for
 

@@ -15,11 +15,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from cli.resolvers import CONF
 from foundation.errors import UserError, printable
 from foundation.files import reading
+from foundation.settings import flat_settings
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED, SUFFIXES, shipped_configuration
-from report.quoting import flat_settings
 from runs.config_file import read_config
 
 # Settings of `model` that name files or folders.

@@ -9,8 +9,9 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cli.check_keys import check_keys, declared
-from cli.check_values import RULES, check_ranges
+from cli.check_keys import check_keys
+from cli.check_values import check_ranges
+from foundation.settings import declared
 from tests.support.commands import compose
 
 # Groups that go together in any combination: round N chooses each one's N-th option.
@@ -59,7 +60,7 @@ def test_files_compose_and_their_targets_accept_their_arguments(choices, tmp_pat
     for key, value in leaves(cfg):
         numbers = list(value) if isinstance(value, ListConfig) else [value]
         if any(isinstance(one, int | float) for one in numbers) and not key.startswith(ELSEWHERE):
-            assert key in RULES[primary], f"{key}={value} has no rule in cli/check_values.py"
+            assert declared(primary).settings[key].rule is not None, f"{key}={value} has no rule behind its default"
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     nodes = [cfg[key] for key in ("data", "trainer", "captioner") if cfg.get(key) is not None]
     nodes += [node for group in ("callbacks", "logger") for node in cfg.get(group, {}).values()]

@@ -190,7 +190,7 @@ def test_every_setting_that_conf_reads_as_the_name_of_a_function_is_known():
 def test_trust_is_true_or_false():
     with pytest.raises(UserError, match="trust=yes: must be true or false"):
         read_arguments(["trust=yes", "--cfg", "job"], "train")
-    assert "trust" not in declared("train").leaves, "no file can say it"
+    assert "trust" not in declared("train").settings, "no file can say it"
 
 
 # Files.

@@ -27,8 +27,9 @@ from cli.resuming import OF_A_START
 from foundation.errors import UserError, listing, printable
 from foundation.files import read_bytes, reading, reason
 from foundation.locks import LOCK
+from foundation.settings import flat_settings
 from report.images import opened_png, read_strip, sample_files, sample_rows
-from report.quoting import flat_settings, program, shareable
+from report.quoting import program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.config_file import read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder

@@ -24,14 +24,12 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from cli.arguments import check_choice, hydras_errors, read_values
-from cli.check_keys import declared
-from cli.check_values import TRAINING, Switch
 from cli.folders import run_folder
-from cli.resolvers import CONF
 from cli.resuming import OF_A_START
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
-from report.quoting import SECRET, TEXTS, is_parsed, literal
+from foundation.settings import CONF, Setting, declared, text_kind
+from report.quoting import SECRET, is_parsed, literal
 from runs.run_folder import RunFolder
 from webapp.answers import page, post
 from webapp.jobs import TRAIN, Jobs, run_below
@@ -44,23 +42,10 @@ GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
 
 
 @cache
-def listed_keys() -> dict[str, str]:
-    """Return the settings that --help lists, with their lines."""
-    known = declared("train").leaves
-    listed = (CONF / "train.yaml").read_text(encoding="utf-8").partition("people change most")[2]
-    lines = re.findall(r"^ {8}(\S.*?) {2,}(\S.*)$", listed, re.MULTILINE)
-    found = {name.partition("=")[0]: line for names, line in lines for name in names.split(", ")}
-    return {key: line for key, line in found.items() if key in known and not (key in OF_A_START or SECRET.search(key))}
-
-
-@cache
-def _comment(path: Path, name: str) -> str:
-    """Return the comment above a setting in a YAML file of conf/, or else in a file that it builds on."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if above := re.search(rf"((?:^ *#.*\n)+) *{name}:", text, re.MULTILINE):
-        return " ".join(re.sub(r"^ *# ?", "", above[1], flags=re.MULTILINE).split())
-    bases = [path.with_stem(base) for base in re.findall(r"^  - (\w+)$", text, re.MULTILINE)]
-    return next(filter(None, (_comment(base, name) for base in bases)), "")
+def fields() -> dict[str, Setting]:
+    """Return the settings of the form: those that --help lists, except of a start and secrets."""
+    listed = declared("train").listed().items()
+    return {key: one for key, one in listed if not (key in OF_A_START or SECRET.search(key))}
 
 
 @cache
@@ -85,7 +70,7 @@ def _differing(settings: Any, defaults: Any, start: str = "") -> Iterator[tuple[
             yield from _differing(value, defaults.get(key, {}), f"{start}{key}.")
         elif value != defaults.get(key, ...):
             typed = _typed(value)
-            if f"{start}{key}" in TEXTS and isinstance(value, str):
+            if text_kind(f"{start}{key}") == "text" and isinstance(value, str):
                 typed = literal(value) if is_parsed(f"{start}{key}", value) else value
             yield f"{'' if key in defaults else '+'}{start}{key}", typed
 
@@ -108,7 +93,7 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
     own = {key: value for key, value in settings.items() if key not in (*OF_A_START, "model_name")}
     defaults = OmegaConf.to_container(composed(*(f"{group}={one}" for group, one in asked.items()), script=script))
     found = {key: value for key, value in _differing(own, defaults) if without_credentials(value) == value}
-    asked |= {key: value for key, value in found.items() if key in listed_keys()}
+    asked |= {key: value for key, value in found.items() if key in fields()}
     more = [f"{key}={value}" for key, value in found.items() if key not in asked and not SECRET.search(key)]
     return {**asked, "more": "\n".join(more)}
 
@@ -116,9 +101,9 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
 def arguments_of(asked: FormData) -> list[str]:
     """Return the arguments of train.py for the content of the form, without output_dir; errors as in `read_values`."""
     texts = {name: str(text).strip() for name, text in asked.items()}
-    named = [f"{name}={texts[name]}" for name in (*GROUPS, *listed_keys()) if texts.get(name)]
+    named = [f"{name}={texts[name]}" for name in (*GROUPS, *fields()) if texts.get(name)]
     lines = [line.lstrip() for line in str(asked.get("more", "")).splitlines()]  # a prefix may end in a blank
-    plain = [line if line.lstrip("+").partition("=")[0] in TEXTS else line.rstrip() for line in lines]
+    plain = [line if text_kind(line.lstrip("+").partition("=")[0]) == "text" else line.rstrip() for line in lines]
     settings = [*named, *filter(None, plain)]
     read_values(settings, "train")
     return settings
@@ -150,19 +135,15 @@ class StartPage:
         for group in GROUPS:
             check_choice(group, asked.get(group) or None, declared("train").groups[group])
         cfg = composed(*(f"{group}={asked[group]}" for group in GROUPS if asked.get(group)))
-        choices, fields = cfg.hydra.runtime.choices, []
-        for key, line in listed_keys().items():
-            if (value := OmegaConf.select(cfg, key, default=...)) is not ...:
-                group, name = key.split(".")[0], key.split(".")[-1]
-                file = f"{group}/{choices[group]}.yaml" if group in choices else "train.yaml"
-                default, switch = _typed(value), isinstance(TRAINING.get(key), Switch)
-                fields.append((key, _comment(CONF / file, name) or line, default, switch))
+        choices, known = cfg.hydra.runtime.choices, declared("train")
+        values = {key: OmegaConf.select(cfg, key, default=...) for key in fields()}
+        shown = [(key, fields()[key], _typed(value)) for key, value in values.items() if value is not ...]
         return page(
             "start.html",
             tab="start",
             asked={"output_dir": f"{self.outputs}/{Path(run_folder(None)).name}", **asked},
-            groups={group: (choices[group], declared("train").groups[group]) for group in GROUPS},
-            fields=fields,
+            groups={group: (choices[group], known.groups[group]) for group in GROUPS},
+            fields=shown,
             queue={run: without_credentials(shlex.join(one)) for run, one in self.jobs.waiting().items()},
             failed=self.jobs.failed,
             window=secrets.token_hex(4),

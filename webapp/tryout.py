@@ -19,7 +19,8 @@ from starlette.routing import Route
 from cli.arguments import read_values
 from foundation.errors import UserError
 from foundation.locks import LOCK, holder, lock_content
-from report.quoting import TEXTS, override
+from foundation.settings import text_kind
+from report.quoting import override
 from runs.signals import INTERRUPT
 from webapp.answers import entry, page, post
 from webapp.jobs import NEW_GROUP, TRAIN
@@ -113,7 +114,7 @@ class TryPage:
         settings = {"lora": names, "lora_weights": [] if weights == ["1"] else weights, "image": images}
         for key in KEYS:
             text = str(form.get(key, ""))
-            settings[key] = [" ".join(text.split())] if key in TEXTS else text.replace(",", " ").split()
+            settings[key] = [" ".join(text.split())] if text_kind(key) == "text" else text.replace(",", " ").split()
         more = [shlex.quote(line) for line in map(str.strip, str(form.get("more", "")).splitlines()) if line]
         row = [*(override(key, values) for key, values in settings.items() if any(values)), *more]
         read_values(shlex.split(" ".join(row)), "predict")

@@ -10,10 +10,11 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from cli import check_keys as keys
 from cli.arguments import hydras_errors, read_arguments
-from cli.check_keys import CONF, OPEN_MAPPINGS, READ_BY, TASKS, check_keys, check_read, chosen_task, declared
+from cli.check_keys import TASKS, check_keys, check_read, chosen_task, nearest, refuse
+from foundation import settings as module
 from foundation.errors import UserError
+from foundation.settings import CONF, declared, parents
 from tests.support.commands import ROOT, compose
 
 
@@ -52,9 +53,10 @@ def added(cfg, values):
 def test_any_key_misspelt_by_a_letter_is_refused_wherever_it_is_given(composed, script):
     """Places: the command line, a sweep, and for some keys a YAML of one's own."""
     chance, known = random.Random(0), declared(script)
-    for key in known.leaves:
+    for key in known.settings:
         wrong = misspelt(key, chance)
-        if known.knows(wrong) or "._" in key or key.startswith(OPEN_MAPPINGS):
+        holders = [known.settings[one].rule for one in (key, *parents(key)) if one in known.settings]
+        if known.knows(wrong) or "._" in key or any(rule and rule.takes_keys for rule in holders):
             continue
         attempts = [lambda given: read_arguments(given, script)]
         parent = OmegaConf.select(composed[script], wrong.rpartition(".")[0] or "x")
@@ -70,11 +72,11 @@ def test_any_key_misspelt_by_a_letter_is_refused_wherever_it_is_given(composed, 
 def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(composed, tmp_path, monkeypatch):
     shutil.copytree(CONF, tmp_path / "conf")
     (tmp_path / "conf/model/mine.yaml").write_text("defaults: [flux_kontext, _self_]\noffload: {encodres: true}\n")
-    monkeypatch.setattr(keys, "CONF", tmp_path / "conf")
-    known = keys.Declared("train")
+    monkeypatch.setattr(module, "CONF", tmp_path / "conf")
+    known = module.Declared("train")
     assert "mine" in known.groups["model"]
-    assert known.leaves.keys() == declared("train").leaves.keys()
-    assert known.nearest("model.offload.encodres") == "model.offload.encoders"
+    assert known.settings.keys() == declared("train").settings.keys()
+    assert nearest(known, "model.offload.encodres") == "model.offload.encoders"
 
 
 @pytest.mark.parametrize(
@@ -200,15 +202,14 @@ def test_a_setting_that_the_task_does_not_read_is_refused(task, override, words)
 
 def test_advice_on_a_misspelt_key_stays_in_its_branch():
     with pytest.raises(UserError) as raised:
-        declared("train").refuse("callbacks.sample_images.num_image")
+        refuse(declared("train"), "callbacks.sample_images.num_image")
     assert "data." not in str(raised.value)
 
 
 def test_settings_that_a_task_reads_are_accepted():
     check_read("edit", ["lora=x", "model.devices.vae=cpu", "data.cache_dir=x", "~captioner"])
     check_read("cache", ["data.root=x", "model=flux_kontext", "model/quantization=fp8", "trainer.devices=2"])
-    for key, tasks in READ_BY.items():
-        assert declared("predict").knows(key), key
+    for key, tasks in declared("predict").readers.items():
         assert set(tasks) <= TASKS["predict"].keys(), key
 
 

@@ -7,21 +7,30 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from cli.check_values import RULES, Switch, check_ranges, check_run
+from cli.check_values import check_ranges, check_run
 from foundation.errors import UserError
+from foundation.settings import SCRIPTS, Rule, declared
 from tests.support.commands import compose, run_code
 
 
 @pytest.fixture(scope="module")
 def composed():
-    return {script: compose(script) for script in RULES}
+    return {script: compose(script) for script in SCRIPTS}
 
 
-@pytest.mark.parametrize("script", RULES)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_no_number_may_be_infinite_or_nan(script):
-    for key, rule in RULES[script].items():
-        for value in (math.nan, math.inf, -math.inf, "abc", *([] if isinstance(rule, Switch) else [True, []])):
+    rules = {key: one.rule for key, one in declared(script).settings.items() if one.rule and not one.rule.is_text}
+    assert len(rules) > 70
+    for key, rule in rules.items():
+        for value in (math.nan, math.inf, -math.inf, "abc", *([] if rule.kind == "bool" else [True, []])):
             assert not rule.allows(value), key
+
+
+@pytest.mark.parametrize("comment", ["int => 1", "float >= 0 or", "int >= 1 and more; task=edit"])
+def test_a_comment_that_is_nearly_a_rule_is_refused_not_ignored(comment):
+    with pytest.raises(ValueError, match="not a rule"):
+        Rule.parse(comment)
 
 
 SEED = "a whole number from 0 to 4294967295"
@@ -38,7 +47,7 @@ SCALE = "must be a number or null or a list of them or a mapping {PATTERN:NUMBER
         ("train", "model.timesteps.shift", ["0", "static"], "must be a number above 0 or dynamic or null"),
         ("train", "scheduler.num_warmup_steps", ["2001"], "must not be above trainer.max_steps=600"),
         ("train", "model.max_sequence_length", ["0", "513"], "must be a whole number from 1 to 512"),
-        ("train", "model.vae_name_or_path", ["[a]", "1"], "must be one path or name"),
+        ("train", "model.vae_name_or_path", ["[a]", "1"], "must be a path or null"),
         ("train", "model.compile", ["abc", "1"], "must be true or false or auto"),
         ("train", "seed", ["-1", "abc", "1.5", "1e20", "null", "[1,2]"], f"must be {SEED}"),
         ("predict", "seed", ["[]", f"{10**23}"], f"must be {SEED} or a list of them"),

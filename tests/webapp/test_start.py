@@ -25,7 +25,7 @@ from tests.webapp.browsing import browser_page, studio_at
 from tests.webapp.conftest import write_run
 from webapp.jobs import Jobs
 from webapp.runs import Shelf, state_of
-from webapp.start import arguments_of, asked_by, listed_keys
+from webapp.start import arguments_of, asked_by
 
 QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "data.source.count=20"]
 
@@ -44,14 +44,10 @@ def shown_command(client, **form):
 def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
     before = client.get("/start").text
     after = client.post("/start/form", data={"model": "flux_kontext", "adapter": "dora"}).text
-    assert len(listed_keys()) > 20
     assert fields(before)["trainer.max_steps"][1] == "600"
     assert fields(after)["trainer.max_steps"][1] == "2000"
     assert "<option selected>dora</option>" in after
     assert "Also train on each sample mirrored." in before, "the comment above data.flip"
-    assert "size of the LoRA; the update is scaled" in after, (
-        "the line of --help for adapter.rank, which has no comment"
-    )
     assert "there is no such choice" in client.post("/start/form", data={"model": "nonsense"}).text
 
 
