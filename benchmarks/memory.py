@@ -26,12 +26,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
 
 from datamodules.batch import LatentBatch
+from foundation.catalogue import shipped_configuration
 from lightning_modules import flow
 from lightning_modules.estimation.flops import empty_latents
 from lightning_modules.estimation.memory import FakeStep
 from lightning_modules.execution.checkpointing import POLICIES
 from lightning_modules.pretrained.checks import read_json
-from lightning_modules.pretrained.repository import shipped_configuration
 
 ROOT = Path(__file__).parent.parent
 # What configurations call the number of blocks of a kind.

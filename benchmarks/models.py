@@ -3,8 +3,7 @@
     python -m benchmarks.models             # with the memory in benchmarks/results/models.json
     python -m benchmarks.models --measure   # run task=dry_run for every model and precision first; takes a while
 
-Licences are copied from the models' pages. The rest comes from conf/, the models' configurations and the tables by
-which Retouch writes LoRA files.
+It comes from conf/, the models' configurations and the tables by which Retouch writes LoRA files.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -22,11 +21,12 @@ from PIL import Image
 from torch import nn
 
 from cli.resolvers import CONF
+from foundation.catalogue import catalogue
 from lightning_modules.adapters.targets import resolve_targets
 from lightning_modules.family import Family
 from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import meta_component
+from lightning_modules.pretrained.repository import EMBEDDED, meta_component
 from tasks.models import without_network
 
 ROOT = Path(__file__).parent.parent
@@ -36,44 +36,7 @@ PAGE = ROOT / "docs" / "models.md"
 CUDA = 1
 PROGRAMS = ("ComfyUI", "diffusers")
 PRECISIONS = {"bf16": "null", "fp8": "fp8", "fp4 or nf4": "nf4"}
-KREA_LICENCE = "[Krea 2 Community](https://www.krea.ai/krea-2-licensing), gated: below a million dollars of revenue"
-FLUX_LICENCE = "[FLUX non-commercial](https://huggingface.co/{}/blob/main/LICENSE.md), gated"
-
-
-class Facts(NamedTuple):
-    """Facts about a model that no file of the repository contains.
-
-    Attributes:
-        licence: licence of the weights.
-        distilled: what the model was distilled from, or "no".
-    """
-
-    licence: str
-    distilled: str
-
-
-MODELS = {
-    "flux_kontext": Facts(FLUX_LICENCE, "guidance"),
-    "flux2_klein_4b": Facts("Apache 2.0", "no"),
-    "flux2_klein_9b": Facts(FLUX_LICENCE, "no"),
-    "flux2_dev": Facts(FLUX_LICENCE, "guidance"),
-    "flux3_klein": Facts(
-        "[FLUX Kommunity](https://huggingface.co/black-forest-labs/flux-3-image-klein/blob/main/LICENSE.md): "
-        "commercial use below 5 million dollars of revenue",
-        "no",
-    ),
-    "qwen_image_edit": Facts("Apache 2.0", "no"),
-    "qwen_image_edit_plus": Facts("Apache 2.0", "no"),
-    "qwen_image_2_1": Facts(
-        "[Qwen Research](https://huggingface.co/{}/blob/main/LICENSE), not for commercial use", "guidance"
-    ),
-    "longcat_image_edit": Facts("Apache 2.0", "no"),
-    "krea2_edit": Facts(KREA_LICENCE, "no"),
-    "flux_dev": Facts(FLUX_LICENCE, "guidance"),
-    "qwen_image": Facts("Apache 2.0", "no"),
-    "z_image": Facts("Apache 2.0", "no"),
-    "krea2": Facts(KREA_LICENCE, "no"),
-}
+MODELS = [one for one in catalogue().values() if one.name != EMBEDDED and not one.name.endswith(("_fp8", "_fp4"))]
 TOP = """# Models
 
 <!-- Written by python -m benchmarks.models; change that, not this page. -->
@@ -222,7 +185,7 @@ def measure() -> dict[str, Any]:
     """Return the memory of every model, by precision, and its download."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for model in MODELS:
+        for model in (one.name for one in MODELS):
             data = Path(temporary) / model
             edits = family(compose(model)).condition_images.most != 0
             for name in ("training_images", "control_images") if edits else ("",):
@@ -244,9 +207,11 @@ def page(memory: dict[str, Any]) -> str:
     """Return docs/models.md."""
     bases, defaults = "", ""
     loads: dict[tuple[str, ...], list[str]] = {}
-    for name, facts in MODELS.items():
-        cfg = compose(name)
-        module = without_network(cfg.model)
+    configs = [(one, compose(one.name)) for one in MODELS]
+    modules = [(one, cfg, without_network(cfg.model)) for one, cfg in configs]
+    modules.sort(key=lambda entry: entry[2].condition_images.most == 0)
+    for model, cfg, module in modules:
+        name = model.name
         base: FrozenBase = module.base
         names, transformer = base.layer_names, base.source.meta
         layers = resolve_targets(transformer, module.layers, None)
@@ -263,9 +228,8 @@ def page(memory: dict[str, Any]) -> str:
             ]
         )
         link = f"[{repository}](https://huggingface.co/{repository})"
-        licence = facts.licence.format(repository)
         size = f"{memory[name]['download']:.0f}"
-        bases += f"| `{name}` | {link} | {licence} | {learns} | {gigabytes} | {size} | {facts.distilled} |\n"
+        bases += f"| `{name}` | {link} | {model.licence} | {learns} | {gigabytes} | {size} | {model.distilled} |\n"
         adapter, trainer = cfg.adapter, cfg.trainer
         samples = trainer.accumulate_grad_batches * cfg.data.batch_size
         shift = cfg.model.timesteps.shift

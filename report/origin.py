@@ -5,15 +5,13 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
+from foundation.catalogue import catalogue
 from foundation.hub import repository_file
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED
 from report.quoting import code
 from runs.run_folder import best_effort
 
-MODELS = Path(__file__).parent.parent / "conf" / "model"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # A folder of the hub's cache.
 SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", re.ASCII)
@@ -65,7 +63,7 @@ def hub_id(name: str, model_name: str) -> str | None:
         return name if HUB_ID.fullmatch(name) and not path.exists() else None
     if cached := SNAPSHOT.search(path.resolve().as_posix()):
         return f"{cached[1]}/{cached[2]}"
-    default = default_base(model_name) or ""
+    default = catalogue()[model_name].base if model_name in catalogue() else ""
     return default if "/" in default and default.rpartition("/")[2] == path.name else None
 
 
@@ -82,18 +80,6 @@ def published(value: Any, model_name: str) -> Any:
     if not isinstance(value, str) or not (value.startswith(("/", "~")) or os.path.exists(value)):
         return value
     return hub_id(value, model_name) or Path(value).expanduser().absolute().name
-
-
-def default_base(model_name: str) -> str | None:
-    """Return the base of a model's YAML, or of the YAML that it builds on."""
-    path = MODELS / f"{model_name}.yaml"
-    if not path.is_file():
-        return None
-    settings: Any = OmegaConf.load(path)
-    if "pretrained_model_name_or_path" in settings:
-        return settings.pretrained_model_name_or_path
-    parts = (default_base(part) for part in settings.get("defaults", []) if isinstance(part, str))
-    return next((found for found in parts if found is not None), None)
 
 
 def licence(name: str, repository: str | None, revision: str | None) -> dict[str, str]:

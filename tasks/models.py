@@ -12,14 +12,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cli.resolvers import CONF
+from foundation.catalogue import catalogue, shipped_configuration
 from foundation.errors import UserError, printable
 from foundation.files import reading
 from foundation.settings import flat_settings
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.pretrained.repository import EMBEDDED, SUFFIXES, shipped_configuration
+from lightning_modules.pretrained.repository import EMBEDDED, SUFFIXES
 from runs.config_file import read_config
 
 # Settings of `model` that name files or folders.
@@ -77,15 +77,10 @@ def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
 def known_models() -> list[KnownModel]:
     """Return the models of conf/model with the bases that their YAMLs name, each base once."""
     found: dict[str, KnownModel] = {}
-    for name in _names():
+    for name in catalogue():
         known = _known(name, hydra.compose("predict", overrides=[f"model={name}"]).model)
         found.setdefault(known.base, known._replace(guessed=True))
     return list(found.values())
-
-
-def _names() -> list[str]:
-    """Return the names of the YAMLs in conf/model."""
-    return sorted(path.stem for path in (CONF / "model").glob("[!_]*.yaml"))
 
 
 def _known(name: str, settings: DictConfig) -> KnownModel:
@@ -121,7 +116,7 @@ def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str])
     if any(override.startswith("model=") for override in overrides) or not trained:
         return cfg.model
     name = str(trained.get("name"))
-    if name not in _names():
+    if name not in catalogue():
         short = printable(name[:150])
         raise UserError(f"the LoRA was trained with model={short}, which is not in conf/model: pass model=NAME")
     own = [override for override in overrides if override.startswith(("model.", "model/"))]

@@ -3,21 +3,20 @@
 Libraries fill gaps with random numbers or empty vocabularies, and ignore scales they do not know, without a word.
 """
 
-import importlib
 import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from foundation.catalogue import catalogue, shipped_configuration
 from foundation.errors import UserError, listing
 from foundation.files import reading
 from foundation.hub import repository_file
-from lightning_modules.family import Family
 from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, rotated_group
 from lightning_modules.quantization.eight_bit import GROUPS
@@ -54,7 +53,6 @@ NAMED = [f"model.{part}_name_or_path" for part in ("transformer", "text_encoder"
 NAME_FILES = f"single files, also a checkpoint of all parts, are named by {', '.join(NAMED)}"
 # Files of weights, whether they are read or not.
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
-MODELS = Path(__file__).parents[2] / "conf" / "model"
 
 
 @cache
@@ -63,33 +61,14 @@ def note_once(text: str) -> None:
     log.warning(f"note: {text}")
 
 
-class KnownBase(NamedTuple):
-    """A model in conf/, its base on the hub, and its family."""
-
-    name: str
-    base: str
-    family: type[Family]
-
-
-@cache
-def known_bases() -> list[KnownBase]:
-    """Return the models in conf/ that name a base of their own."""
-    found = []
-    for path in sorted(MODELS.glob("[!_]*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        base = re.search(r"^pretrained_model_name_or_path: (\S+/\S+)$", text, re.MULTILINE)
-        if base is None:
-            continue  # a variant of a model, such as its precision
-        while not (target := re.search(r"^_target_: (\S+)\.(\w+)$", text, re.MULTILINE)):
-            [parent] = re.findall(r"^  - (?!_)(\w+)$", text, re.MULTILINE)
-            text = (MODELS / f"{parent}.yaml").read_text(encoding="utf-8")
-        found.append(KnownBase(path.stem, base[1], getattr(importlib.import_module(target[1]), target[2])))
-    return found
-
-
 def models_for(class_name: str | None) -> str:
-    """Return the models in conf/ for a pipeline or transformer of diffusers, as settings to choose; "" if none is."""
-    found = [k.name for k in known_bases() if class_name in (k.family.pipeline_name, k.family.transformer_class)]
+    """Return the models of conf/ for a pipeline or transformer of diffusers, as settings to choose; "" if none is."""
+    found = []
+    for model in catalogue().values():
+        shipped = shipped_configuration(model.base) if model.has_own_base else None
+        configs = [] if shipped is None else [*shipped.glob("*model_index.json"), shipped / "transformer/config.json"]
+        if any(read_json(config)["_class_name"] == class_name for config in configs):
+            found.append(model.name)
     return f"model={' or '.join(found)}" if found else ""
 
 

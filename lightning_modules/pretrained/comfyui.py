@@ -7,18 +7,12 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
+from foundation.catalogue import CONFIGURATIONS, shipped_configuration
 from foundation.errors import UserError, listing
 from lightning_modules.family import Family
 from lightning_modules.pretrained.checks import NAME_FILES, note_once, read_json
 from lightning_modules.pretrained.component_files import open_components
-from lightning_modules.pretrained.repository import (
-    CONFIGURATIONS,
-    SUFFIXES,
-    read_index,
-    resolve_repository,
-    shipped_configuration,
-    with_weights,
-)
+from lightning_modules.pretrained.repository import SUFFIXES, read_index, resolve_repository, with_weights
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.settings import ModelSettings
 

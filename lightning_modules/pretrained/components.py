@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from foundation.catalogue import shipped_configuration
 from foundation.errors import UserError, listing
 from lightning_modules.pretrained.component_files import ComponentFile, load_component, open_components
-from lightning_modules.pretrained.repository import read_index, resolve_repository, shipped_configuration, with_weights
+from lightning_modules.pretrained.repository import read_index, resolve_repository, with_weights
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import LOADING, StageTimer

@@ -19,7 +19,7 @@ log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
 ASSETS = Path(__file__).parent.parent.parent / "assets"
-SHAPES, CONFIGURATIONS = ASSETS / "shapes", ASSETS / "configurations"
+SHAPES = ASSETS / "shapes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # The libraries whose models are loaded.
 LIBRARIES = ("diffusers", "transformers")
@@ -45,12 +45,6 @@ def resolve_repository(name: str) -> str:
         return name
     layout = "Name a folder in diffusers' layout or such a repository on the hub (owner/name)"
     raise UserError(f"{name} {what}. {layout}; {NAME_FILES}")
-
-
-def shipped_configuration(name: str) -> Path | None:
-    """Return the folder in assets/ with a known model's files without weights; None for a folder or another hub id."""
-    folder = CONFIGURATIONS / name.replace("/", "--")
-    return folder if folder.is_dir() and not Path(name).is_dir() else None
 
 
 def resolve_device(name: str | None, key: str) -> torch.device | None:

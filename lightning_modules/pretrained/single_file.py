@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hydra.utils import get_class
 from torch import Tensor, nn
 
+from foundation.catalogue import catalogue, shipped_configuration
 from foundation.errors import UserError, listing
 from foundation.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
-from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes, known_bases, note_once
-from lightning_modules.pretrained.repository import SUFFIXES, meta_component, shipped_configuration
+from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes, note_once
+from lightning_modules.pretrained.repository import SUFFIXES, meta_component
 from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
 from lightning_modules.quantization.quantization import MARKERS
@@ -229,11 +231,12 @@ def _split(
 def _fitting(weights: FileWeights, path: Path) -> str:
     """Return the known models whose transformer a file contains, in words; "" if there is none."""
     found = []
-    for known in known_bases():
-        if folder := shipped_configuration(known.base):
+    for known in catalogue().values():
+        if known.has_own_base and (folder := shipped_configuration(known.base)):
             model = meta_component(str(folder), "transformer")
             with suppress(UserError):
-                places, _ = _places(weights, path, model, known.family.layers.native)
+                family: Any = get_class(known.target)
+                places, _ = _places(weights, path, model, family.layers.native)
                 check_names(NamedWeights(weights, places), model, "")
                 found.append(known)
     names = " or ".join(known.name for known in found)

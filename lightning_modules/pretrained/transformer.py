@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from foundation.catalogue import shipped_configuration
 from foundation.errors import UserError
 from foundation.hub import repository_file
 from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained import checks
-from lightning_modules.pretrained.repository import index_file, read_index, resolve_repository, shipped_configuration
+from lightning_modules.pretrained.repository import index_file, read_index, resolve_repository
 from lightning_modules.pretrained.single_file import GGUFWeights, name_tensors, open_file, single_file
 from lightning_modules.pretrained.weights import FileWeights, assemble
 from lightning_modules.quantization.eight_bit import has_tensor_cores, multiplies_int8

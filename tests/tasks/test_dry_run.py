@@ -8,10 +8,10 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.shards.cache import Cache
+from foundation import catalogue
 from lightning_modules import flow
 from lightning_modules.estimation.memory import PeakMemory, bytes_per_parameter
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
-from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.checks import note_once
 from tasks import dry_run as dry_run_module
 from tasks.dry_run import base_on_disk, measure
@@ -66,7 +66,7 @@ def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositorie
     name = compose("train", "model=flux2_klein_4b").model.pretrained_model_name_or_path
     left_out = shutil.ignore_patterns("*.safetensors", "tokenizer*")
     shutil.copytree(repositories["flux2_klein_4b"], tmp_path / name.replace("/", "--"), ignore=left_out)
-    monkeypatch.setattr(repository, "CONFIGURATIONS", tmp_path)
+    monkeypatch.setattr(catalogue, "CONFIGURATIONS", tmp_path)
     where = [f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.max_sequence_length=64"]
     text = run("train", "task=dry_run", "model=flux2_klein_4b", "data.upscale=true", "data.resolution=64", *where).text
     assert "GPU in all" in text

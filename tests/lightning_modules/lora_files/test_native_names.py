@@ -9,6 +9,7 @@ from diffusers import Flux2Transformer2DModel, Flux3Transformer2DModel, Krea2Tra
 from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
+from foundation.catalogue import CONFIGURATIONS
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux2.module import NATIVE_NAMES as FLUX2_NAMES
 from lightning_modules.families.flux3.module import NATIVE_NAMES as FLUX3_NAMES
@@ -19,7 +20,7 @@ from lightning_modules.families.qwen_image_2_1.module import QwenImage21
 from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, in_blocks
-from lightning_modules.pretrained.repository import CONFIGURATIONS, meta_component
+from lightning_modules.pretrained.repository import meta_component
 from tests.support import foreign_files
 
 # By configuration the names, and a tensor in the authors' files that the transformer does not have.

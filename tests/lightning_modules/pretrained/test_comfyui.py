@@ -8,8 +8,9 @@ import torch
 from hydra.utils import get_class, instantiate
 from safetensors.torch import load_file
 
+from foundation import catalogue
 from foundation.errors import UserError
-from lightning_modules.pretrained import comfyui, repository
+from lightning_modules.pretrained import comfyui
 from lightning_modules.pretrained.comfyui import _is_named_for
 from tests.lightning_modules.pretrained.test_single_file import E4M3, Files, fp8
 from tests.support.commands import compose, run_here, short, weights
@@ -52,7 +53,7 @@ def made(repositories, tmp_path_factory):
 @pytest.fixture
 def shipped(made, monkeypatch):
     """Temporarily ship the tiny model's configuration as Kontext's."""
-    for module in (repository, comfyui):
+    for module in (catalogue, comfyui):
         monkeypatch.setattr(module, "CONFIGURATIONS", made[1].parent)
     return made[0]
 

@@ -12,9 +12,9 @@ from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from foundation import catalogue
 from foundation.errors import UserError
 from lightning_modules.adapters.full import FullFineTuning
-from lightning_modules.pretrained import repository
 from lightning_modules.pretrained.component_files import load_component, open_components
 from lightning_modules.pretrained.repository import component_class
 from lightning_modules.quantization.linear import QuantizedLinear
@@ -432,7 +432,7 @@ def test_a_known_model_in_files_needs_no_network(files_of, tmp_path, monkeypatch
     files = files_of(FLUX)
     folder = tmp_path / "configurations" / "black-forest-labs--FLUX.1-Kontext-dev"
     shutil.copytree(files.folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    monkeypatch.setattr(repository, "CONFIGURATIONS", folder.parent)
+    monkeypatch.setattr(catalogue, "CONFIGURATIONS", folder.parent)
     path = files.write(checkpoint(files), "checkpoint.safetensors")
     transformer = next((files.folder / "transformer").glob("*.safetensors"))
     with torch.no_grad():

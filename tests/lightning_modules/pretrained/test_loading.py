@@ -9,18 +9,11 @@ import pytest
 import torch
 import transformers
 
+from foundation.catalogue import CONFIGURATIONS, shipped_configuration
 from foundation.errors import UserError
 from foundation.hub import repository_file
 from lightning_modules.pretrained.component_files import load_component
-from lightning_modules.pretrained.repository import (
-    ASSETS,
-    CONFIGURATIONS,
-    component_origin,
-    read_index,
-    resolve_device,
-    shipped_configuration,
-    stored_bytes,
-)
+from lightning_modules.pretrained.repository import ASSETS, component_origin, read_index, resolve_device, stored_bytes
 from tests.support.commands import ROOT, run_code
 from tests.support.quantized import load
 from tests.support.servers import hub

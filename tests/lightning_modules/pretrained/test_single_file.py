@@ -12,12 +12,13 @@ from hydra.utils import get_class, instantiate
 from safetensors.torch import save_file
 from torch import nn
 
+from foundation.catalogue import shipped_configuration
 from foundation.errors import UserError
 from lightning_modules.adapters.fusing import write_fused
 from lightning_modules.families.z_image.module import NATIVE_NAMES
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
-from lightning_modules.pretrained.repository import meta_component, read_index, shipped_configuration
+from lightning_modules.pretrained.repository import meta_component, read_index
 from lightning_modules.pretrained.single_file import GGUFWeights
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.eight_bit import rotate

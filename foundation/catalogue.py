@@ -1,0 +1,61 @@
+"""The catalogue of models: what the YAMLs in conf/model say about each, read once."""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from foundation.settings import CONF
+
+CONFIGURATIONS = CONF.parent / "assets" / "configurations"
+
+
+class CatalogueModel(NamedTuple):
+    """A model of conf/model.
+
+    Attributes:
+        name: name of its YAML.
+        base: folder or hub id of its base; of a variant, such as another precision, that of its parent.
+        has_own_base: False for a variant.
+        target: class of its family.
+        licence: licence of the weights, in Markdown; "" if the YAML does not say.
+        distilled: what the base was distilled from, or "no".
+    """
+
+    name: str
+    base: str
+    has_own_base: bool
+    target: str
+    licence: str
+    distilled: str
+
+
+@cache
+def catalogue() -> dict[str, CatalogueModel]:
+    """Return the models of conf/model by name. A YAML inherits what it does not say from the one that it builds on."""
+    return {path.stem: _read(path.stem) for path in sorted((CONF / "model").glob("[!_]*.yaml"))}
+
+
+def _read(name: str) -> CatalogueModel:
+    text = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")
+    settings: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)
+    facts = dict(re.findall(r"^# (Licence|Distilled): (.+)$", text, re.MULTILINE))
+    parents = [one for one in settings["defaults"] if isinstance(one, str) and not one.startswith("_")]
+    parent = _read(parents[0]) if parents else CatalogueModel(name, "", False, "", "", "no")
+    base, licence = settings.get("pretrained_model_name_or_path"), facts.get("Licence", parent.licence)
+    return CatalogueModel(
+        name,
+        base or parent.base,
+        base is not None,
+        settings.get("_target_", parent.target),
+        licence,
+        facts.get("Distilled", parent.distilled),
+    )
+
+
+def shipped_configuration(name: str) -> Path | None:
+    """Return the folder in assets/ with a known model's files without weights; None for a folder or another hub id."""
+    folder = CONFIGURATIONS / name.replace("/", "--")
+    return folder if folder.is_dir() and not Path(name).is_dir() else None
