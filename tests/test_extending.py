@@ -1,5 +1,7 @@
 """A new family, adapter and quantization format: each is files of its own, and nothing shared is touched."""
 
+import inspect
+import re
 import sys
 import textwrap
 
@@ -7,60 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_modules.families.flux.denoise import flux_velocity
 from lightning_modules.quantization.linear import QuantizationFormat
 from lightning_modules.quantization.quantization import FORMATS
-from tests.support.commands import metrics, short
+from tests.support.commands import ROOT, metrics, short
 
-FAMILY = '''
-    """FLUX's transformer as a family of its own: half of the guidance, and no condition images."""
-
-    from datamodules.images.windows import ConditionImages
-    from lightning_modules.edit_module import EditModule
-    from lightning_modules.families.flux.denoise import flux_velocity
-    from lightning_modules.families.flux.pipeline import LatentKontext
-
-
-    class Toy(EditModule):
-        pipeline_name = "FluxKontextPipeline"
-        transformer_class = "FluxTransformer2DModel"
-        text_components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-        condition_images = ConditionImages(most=0)
-        latent_pipeline = LatentKontext
-
-        def __init__(self, words, **settings):
-            super().__init__(**settings)
-            self.words = words
-
-        def encoding_settings(self):
-            return {"words": self.words}
-
-        def encode_prompt(self, parts, prompt, images):
-            ids = parts["tokenizer_2"]([prompt], padding="max_length", max_length=self.words, truncation=True,
-                                       return_tensors="pt").input_ids
-            embeds = parts["text_encoder_2"](ids.to(parts.device("text_encoder_2"))).last_hidden_state[0]
-            return {"prompt_embeds": embeds.to(parts.dtype), "pooled_prompt_embeds": embeds.mean(0).to(parts.dtype)}
-
-        def prompt_shapes(self, config, prompt, images):
-            side = config["joint_attention_dim"]
-            return {"prompt_embeds": (self.words, side), "pooled_prompt_embeds": (side,)}
-
-        def normalize(self, latents):
-            return latents / 2
-
-        def velocity(self, transformer, x_t, t, controls, prompt):
-            return flux_velocity(transformer, x_t, t, controls, prompt, 0.5)
-
-        def decode(self, vae, latents):
-            return vae.decode(2 * latents.to(vae.dtype)).sample
-'''
-MODEL = """
-    defaults: [_base, _self_]
-    _target_: toy_family.Toy
-    pretrained_model_name_or_path: ???
-    words: 12
-    recipe: {lr: 1.0e-4}
-    sampling: {num_inference_steps: 2, guidance_scale: 2.5, true_cfg_scale: 1.0, negative_prompt: null}
-"""
+PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
+FAMILY, MODEL = (re.search(rf"A family is.*?```{kind}\n(.*?)```", PAGE, re.DOTALL)[1] for kind in ("python", "yaml"))
 
 ADAPTER = '''
     """Only the biases train."""
@@ -123,7 +78,7 @@ def losses_of(folder):
     return [float(row["loss"]) for row in metrics(folder)]
 
 
-def test_family_is_a_module_and_a_yaml(run, add, tiny, pairs, tmp_path):
+def test_family_of_the_guide_is_a_module_and_a_yaml(run, add, tiny, pairs, tmp_path):
     """Its LoRA is written and used."""
     option = add("toy_family", FAMILY, "model/toy", MODEL)
     common = [one for one in short(tiny, pairs / "training_images", tmp_path / "run", 1) if one != "data=cached"]
@@ -133,6 +88,11 @@ def test_family_is_a_module_and_a_yaml(run, add, tiny, pairs, tmp_path):
     loras = [f"lora={tmp_path / 'run'}", "model.dtype=float32", f"output_dir={tmp_path / 'pictures'}"]
     run("predict", *option, *request, *loras, "trainer.accelerator=cpu")
     assert len(list((tmp_path / "pictures").glob("*.png"))) == 1
+
+
+def test_guide_quotes_files_as_they_are():
+    assert inspect.getsource(flux_velocity) in PAGE
+    assert (ROOT / "conf/model/flux2_klein_9b.yaml").read_text(encoding="utf-8") in PAGE
 
 
 def test_adapter_is_a_file_and_a_yaml(run, add, tiny, pairs, tmp_path):
