@@ -94,7 +94,7 @@ def check_choice(group: str, chosen: Any, choices: Sequence[str]) -> None:
 
 
 def _function_in(value: Any, key: str) -> str | None:
-    """Return the key of what is no value: _target_ and the like, another resolver, a sweep; None if all are values."""
+    """Return the key of a function (_target_), another resolver or a sweep; None if all are plain values."""
     if key == FUNCTION:
         return key
     if isinstance(value, dict):
@@ -215,7 +215,7 @@ def _meant(word: str, script: str) -> str:
 
 
 def _checked(setting: str, known: Declared) -> str:
-    """Return a setting as Hydra accepts it; raise a UserError if its key is no setting."""
+    """Return a setting as Hydra accepts it; raise a UserError for an unknown key."""
     try:
         given = OverridesParser.create().parse_override(setting)
     except HydraException as error:
@@ -267,7 +267,7 @@ def explained(error: Exception, known: Declared) -> str:
     if match := re.match(r"Could not override '(.+)'|Could not delete from config. '(.+)' does", str(error)):
         key = match[1] or match[2]
         if setting := known.settings.get(key):
-            return f"{key}: it is no setting of what was chosen, but of {listing(setting.options)}."
+            return f"{key}: the chosen options lack this setting. Choose {listing(setting.options)}."
         refuse(known, key)
     if match := re.match(r"Ambiguous value for argument '(.+)'", str(error)):
         return (

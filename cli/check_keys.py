@@ -41,7 +41,7 @@ def nearest(known: Declared, key: str) -> str | None:
 
 
 def refuse(known: Declared, key: str, added: bool = False) -> NoReturn:
-    """Raise a UserError for a key that is no setting, naming the nearest one; it may have been `added` by a +."""
+    """Raise a UserError for an unknown key, naming the nearest setting; the key may have been `added` by a +."""
     near, parent = nearest(known, key), key.replace("/", ".").rpartition(".")[0]
     hints = [f"Did you mean {near}?"] if near is not None else []
     for other in TASKS.keys() - {known.script}:

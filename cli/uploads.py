@@ -58,9 +58,9 @@ class Mirror:
     The checksum of last.ckpt, which is transferred after all files that belong to it, identifies a state of the run.
 
     Attributes:
-        states: that were in the bucket and here.
+        states: checksums of the states that were in the bucket and here.
         files: size and time of each transferred file; None if its transfer may be incomplete.
-        failure: of the latest upload; empty if it succeeded.
+        failure: the problem of the latest upload; empty if it succeeded.
     """
 
     def __init__(self, url: str, run: RunFolder) -> None:

@@ -47,7 +47,7 @@ class Stop:
     Attributes:
         signal: the first signal that arrived; None before.
         busy_with: name of the piece of work in the message, such as "this batch".
-        on_signal: called first with each signal that is no duplicate.
+        on_signal: called first with each signal, except for duplicates.
         file: the run's request to stop, which then counts as SIGINT; empty before.
         requests: of `REQUESTS`, those that the callbacks fulfil at the end of the current training step.
     """

@@ -83,7 +83,7 @@ class Guard:
         try:
             answer = self._refusal(Request(scope)) or self.app
         except ValueError:  # Host: [::1
-            answer = HTMLResponse("<p>Refused: this is no address.", 400)
+            answer = HTMLResponse("<p>Refused: this is not an address.", 400)
 
         async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":

@@ -119,7 +119,7 @@ class DataPage:
                 words = [line for line in lines if re.match(pattern, line)]
             if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
                 remedy = "Leave it out." if "=" in others[0] else f"Write data.root={others[0]}."
-                raise UserError(f"{others[0]}: it is no setting of data or model. {remedy}")
+                raise UserError(f"{others[0]}: this setting belongs to neither data nor model. {remedy}")
             given, skip = read_values(words, "predict"), ("data.on_missing=skip", "data.on_bad_image=skip")
             cfg = composed(*given, *skip, script="predict")  # notes name the skipped ones
             cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])

@@ -65,7 +65,7 @@ class Shelf:
         return {name: run for name, run in found.items() if name.isprintable()}  # else no address can name it
 
     def get(self, name: str) -> RunFolder:
-        """Return a run; a name that is none of the runs' is not found, whatever path it is. The others are not read."""
+        """Return a run by its name; any other path is not found. The other runs are not read."""
         parts = tuple(name.split("/"))
         plain = name.isprintable() and Path(name).parts == parts and not any(one.startswith(".") for one in parts)
         if not (plain and len(parts) <= 2 and _is_run(folder := self.outputs / name)):
