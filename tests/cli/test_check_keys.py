@@ -126,7 +126,7 @@ def test_a_mistake_in_the_arguments_is_one_line(script, arguments, words):
     [
         ("train", ["model=flux_kontex"], "model=flux_kontex: there is no such choice. Did you mean flux_kontext?"),
         ("train", ["data=parquet"], "there is no such choice. Choose cached, captions, pairs, shapes."),
-        ("train", ["optimizer.momentum=3"], "no setting of what was chosen, but of optimizer=muon."),
+        ("train", ["optimizer.momentum=3"], "the chosen options lack this setting. Choose optimizer=muon."),
         ("train", ["optimizer.lr=1,2"], "several values are a sweep, which needs -m"),
         ("predict", ["~captioner/quantization"], "Could not delete 'captioner/quantization'"),
     ],

@@ -163,9 +163,9 @@ def test_no_path_of_a_request_is_opened(client, tmp_path, opened, path):
         ("data.root=x data.buckets=odd", "error: data.buckets=odd: choose auto, exact or aspect"),
         ("data.rooot=x", "Did you mean data.root?"),
         ("data.root='x", "No closing quotation"),
-        ("--version", "it is no setting of data or model"),
-        ("hydra.run.dir=x", "it is no setting of data or model"),
-        ("data.root=x output_dir=y", "it is no setting of data or model"),
+        ("--version", "this setting belongs to neither data nor model"),
+        ("hydra.run.dir=x", "this setting belongs to neither data nor model"),
+        ("data.root=x output_dir=y", "this setting belongs to neither data nor model"),
         ("data.root=x model.compile=true", "has no effect with task=inspect"),
     ],
 )
