@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datamodules.images.tables import Table
+from datamodules.images.tables import Table, names_images
 from foundation.errors import UserError, without_credentials
 from foundation.files import Packed, file_signature, reason
 
@@ -109,14 +109,17 @@ def _table(place: str, files: list[str], folder: Path | None) -> Table:
         with _one_line(place, "repair it, or copy it again"):
             return _cells(place.removeprefix("data.root="), files, name, folder)
 
-    images = [column.name for column in schema if _holds_images(column.type)]
+    texts = [] if folder is None else [column.name for column in schema if "string" in str(column.type)]
     return Table(
         place=place,
         rows=[f"row {row}" for row in range(count)],
         columns=schema.names,
         values=values,
-        images=images,
-        texts=[column.name for column in schema if "string" in str(column.type) and column.name not in images],
+        images=[
+            column.name
+            for column in schema
+            if _holds_images(column.type) or (column.name in texts and names_images(values(column.name)))
+        ],
         folder=folder,
         keys=[f"{row:06d}" for row in range(count)],
     )
