@@ -32,7 +32,7 @@ DAMAGED = (
     *(SyntaxError, ArithmeticError, struct.error, zlib.error, Image.DecompressionBombError, csv.Error),
 )
 # Characters that belong to no text: control characters except for white space, and halves of a character (surrogates).
-CONTROL = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+CONTROL_CHARACTER = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 PICKLE = "a pickle of PyTorch"
@@ -177,7 +177,7 @@ def decoded(content: bytes, name: str) -> str:
         text = content.decode().replace("\ufeff", "")
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 ({kind or f'byte {error.start}'}): save it as UTF-8") from error
-    if found := CONTROL.search(text):
+    if found := CONTROL_CHARACTER.search(text):
         what = kind or f"it holds the control character {found[0]!r}"
         raise UserError(f"{name} is not UTF-8 text ({what}): save it as UTF-8")
     return text

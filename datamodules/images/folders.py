@@ -16,7 +16,7 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
-REJECTED_FOLDERS = ("rejected_images",)
+REJECTED_FOLDER = "rejected_images"
 # Endings of the names of controls and targets in one folder.
 USUAL_ENDINGS = (
     ("_start", "_end"),
@@ -63,6 +63,7 @@ class Listing:
     """The files of a folder by `stem_of`.
 
     Attributes:
+        place: path of the folder below that of its root, in composed Unicode.
         ending: the part of file names after the stem; see `halves`.
         texts: files that may hold captions.
         others: all other files.
@@ -70,6 +71,7 @@ class Listing:
     """
 
     folder: Path
+    place: Path = Path()
     ending: str = ""
     images: dict[str, Path] = field(default_factory=dict)
     texts: dict[str, list[Path]] = field(default_factory=dict)
@@ -77,13 +79,13 @@ class Listing:
     masks: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path) -> "Listing":
+    def of(cls, folder: Path, place: Path = Path()) -> "Listing":
         """List a folder.
 
         Raises:
             UserError: two images have one stem, so a pair would be ambiguous.
         """
-        found = cls(folder)
+        found = cls(folder, place)
         for name in sorted(name for name in os.listdir(folder) if not is_clutter(name)):
             path = folder / name
             stem, suffix = stem_of(path), path.suffix.lower()
@@ -150,14 +152,15 @@ class Listing:
         texts = {stem: [path for name in both for path in self.texts.get(name, [])] for stem, both in names.items()}
         first, second = (dict(sorted(images[end].items())) for end in (control, target))
         return (
-            Listing(self.folder, control, first | rest, {}, self.others),
-            Listing(self.folder, target, second, texts, self.others),
+            replace(self, ending=control, images=first | rest, texts={}),
+            replace(self, ending=target, images=second, texts=texts),
         )
 
 
 def listings_below(top: Path) -> dict[Path, Listing]:
     """Return the listings of a folder and of all folders below it, by their relative path."""
-    return {Path(nfc(os.path.relpath(place, top))): Listing.of(Path(place)) for place, _ in walk(top)}
+    places = {Path(nfc(os.path.relpath(folder, top))): Path(folder) for folder, _ in walk(top)}
+    return {place: Listing.of(folder, place) for place, folder in places.items()}
 
 
 def walk(top: Path) -> Iterator[tuple[str, list[str]]]:
@@ -260,11 +263,11 @@ def first_folder(root: Path, names: Sequence[str]) -> Path | None:
     return next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def with_masks(listing: Listing, root: Path, place: Path = Path()) -> Listing:
+def with_masks(listing: Listing, root: Path) -> Listing:
     """Add the masks of a root's own folder of masks to a listing of images."""
     for name in os.listdir(root):
-        if name.lower() in MASK_FOLDERS and (root / name / place).is_dir():
-            listing.add_masks(Listing.of(root / name / place))
+        if name.lower() in MASK_FOLDERS and (masks := root / name / listing.place).is_dir():
+            listing.add_masks(Listing.of(masks))
     return listing
 
 
@@ -311,9 +314,7 @@ def endings_of(folder: Path, given: tuple[str, str] | None) -> tuple[str, str] |
     return found[0] if found else None
 
 
-def samples_by_name(
-    targets: Listing, controls: Sequence[Listing], rejected: Listing | None, root: Root, require_prompt: bool
-) -> Found:
+def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Listing | None, root: Root) -> Found:
     """Return the samples of a root: files with the same stem belong together.
 
     Args:
@@ -350,13 +351,14 @@ def samples_by_name(
             continue
         if not prompts and not controls and base_of(stem, captioned) not in ("", stem):
             continue  # made of an image with a caption
-        if require_prompt and not prompts:
+        if root.require_prompt and not prompts:
             hint = f" (there is {listing(list(beside[stem]))})" if beside[stem] else ""
             incomplete.append(f"{target} has no caption {caption_file}{hint}")
             continue
         own = [path for number in range(count) for path in (images[number][stem], *further[number].get(stem, []))]
         mask = next(iter(masks[stem]), None)
-        samples.append(Sample(stem, target, tuple(own), prompts, mask, rejects.get(stem), caption_file=caption_file))
+        key = (targets.place / stem).as_posix()
+        samples.append(Sample(key, target, tuple(own), prompts, mask, rejects.get(stem), caption_file=caption_file))
     for others in (*images, rejects):
         alone = [(stem, path) for stem, path in others.items() if stem not in primary]
         incomplete += [f"{path} has no target image {targets.lack(stem)}" for stem, path in alone]

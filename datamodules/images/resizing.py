@@ -10,13 +10,13 @@ from functools import lru_cache
 
 from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
 from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, Sample
-from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends, same_proportions
 from foundation.errors import UserError, count_of, listing
 
-# Proportions of buckets are powers of STEP up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
+# Proportions of buckets are powers of this up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
 # off, not counting the rounding of the sides.
-STEP = (4 / 3) ** 0.25
-STEPS = 16
+PROPORTION_STEP = (4 / 3) ** 0.25
+PROPORTIONS = 16
 # An image that its bucket would crop more, as a panorama, keeps its own proportions.
 MOST_CROPPED = 0.06
 # Factor between the scales of a control and its target from which on there is a note; rounding to tokens makes less.
@@ -148,7 +148,7 @@ class Framing:
     def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool, alone: bool) -> Window:
         images = self.condition_images
         if images.fits_target:
-            return target if _same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
+            return target if same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
         if images.sets_target:
             return target if self._sets_grid(own, target_own) else images.window(*own, side**2 or None, flipped)
         if extends(target_own, own):
@@ -157,7 +157,7 @@ class Framing:
             window = self._whole((width, height), flipped, alone)
             return window if alone else images.narrowed(window)
         if side and self.buckets != "exact":
-            shares = _same_proportions(own, target_own)
+            shares = same_proportions(own, target_own)
         else:  # a smaller control keeps its size, as in prediction; sides a few pixels apart could round to 16 apart
             frames = self._scaled(own, side, alone), self._scaled(target_own, side, alone)
             shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
@@ -166,7 +166,7 @@ class Framing:
 
     def _sets_grid(self, own: Sides, target_own: Sides) -> bool:
         """Return whether a control determines the grid of its target."""
-        return self.condition_images.sets_target and _same_proportions(own, target_own)
+        return self.condition_images.sets_target and same_proportions(own, target_own)
 
     def _scaled(self, own: Sides, side: int, alone: bool) -> Sides:
         """Return sides shrunk to the area of `side` as in prediction, or enlarged if configured."""
@@ -204,8 +204,8 @@ def bucket_table(area: float, multiple: int, controls: ConditionImages = OWN_SIZ
     Args:
         controls: sides that a control can have as well are preferred, if it is resized or has a largest area.
     """
-    found = {_nearest(STEP**step, area, multiple, controls): None for step in range(-STEPS, STEPS + 1)}
-    return tuple(found)
+    proportions = (PROPORTION_STEP**step for step in range(-PROPORTIONS, PROPORTIONS + 1))
+    return tuple(dict.fromkeys(_nearest(one, area, multiple, controls) for one in proportions))
 
 
 def _nearest(proportion: float, area: float, multiple: int, controls: ConditionImages) -> Sides:
@@ -222,11 +222,6 @@ def _nearest(proportion: float, area: float, multiple: int, controls: ConditionI
 
     shared = [one for one in candidates if controls.size(*one) == one]
     return min(shared or candidates, key=distance)
-
-
-def _same_proportions(control: Sides, target: Sides) -> bool:
-    """Return whether two images have the same proportions, and so show the same view."""
-    return abs(math.log(control[0] / control[1] * target[1] / target[0])) <= SAME_PROPORTIONS
 
 
 def _covering(own: Sides, bucket: Sides) -> Sides:
@@ -261,7 +256,7 @@ def notes_on(
         small = width * height < side**2 and view.windows[0].frame[0] <= width
         counts[f"{noun} have fewer than {side}x{side} pixels, kept as small (data.upscale=true enlarges them)"] += small
         counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
-        if len(own) == 2 and not _same_proportions(own[1].size, own[0].size):
+        if len(own) == 2 and not same_proportions(own[1].size, own[0].size):
             scale, other = (
                 math.sqrt(math.prod(w.frame) / math.prod(o.size)) for w, o in zip(view.windows, own, strict=True)
             )

@@ -10,13 +10,27 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.decoding import Sides, floor_size, open_image, open_mask, shrunk, size_of_area, to_tensor
+from datamodules.images.decoding import (
+    Sides,
+    floor_size,
+    open_image,
+    open_mask,
+    shrunk,
+    size_of_area,
+    to_bytes,
+    to_tensor,
+)
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
 SAME_PROPORTIONS = 0.02
 # The same for an image that is fitted into its target: it is cropped rather than smaller than that.
 FITS_EXACTLY = 0.08
+
+
+def same_proportions(one: Sides, other: Sides) -> bool:
+    """Return whether two images have the same proportions, and so may show the same view."""
+    return abs(math.log(one[0] / one[1] * other[1] / other[0])) <= SAME_PROPORTIONS
 
 
 def extends(target: Sides, control: Sides) -> bool:
@@ -233,11 +247,10 @@ class ConditionImages:
         if area is None:
             return []
         # The size of a whole image follows from its own proportions, not from the autoencoder's rounded ones.
-        small = [
-            window.of(image, size_of_area(*(window.seen if window.cropped else image.size), area))
+        return [
+            to_bytes(window.of(image, size_of_area(*(window.seen if window.cropped else image.size), area)))
             for image, window in zip(images, windows, strict=True)
         ]
-        return [_in_8_bits(image) for image in small]
 
 
 @dataclass(frozen=True)
@@ -249,13 +262,8 @@ class SeenByBoth(ConditionImages):
         return True
 
     def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
-        return [_in_8_bits(self._seen(window.of(image))) for image, window in zip(images, windows, strict=True)]
+        return [to_bytes(self._seen(window.of(image))) for image, window in zip(images, windows, strict=True)]
 
     def _seen(self, image: Image.Image) -> Image.Image:
         """Return the autoencoder's image as the text encoder sees it."""
         return image
-
-
-def _in_8_bits(image: Image.Image) -> Tensor:
-    """Return (C, H, W) in 8 bits."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
