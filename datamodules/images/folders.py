@@ -152,8 +152,8 @@ class Listing:
         texts = {stem: [path for name in both for path in self.texts.get(name, [])] for stem, both in names.items()}
         first, second = (dict(sorted(images[end].items())) for end in (control, target))
         return (
-            replace(self, ending=control, images=first | rest, texts={}),
-            replace(self, ending=target, images=second, texts=texts),
+            replace(self, ending=control, images=first | rest, texts={}, masks={}),
+            replace(self, ending=target, images=second, texts=texts, masks={}),
         )
 
 

@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
@@ -104,9 +104,10 @@ class Framing:
             held_out: return the first view only.
         """
         crops = 1 if self.crop == "center" else self.crop_count
+        framing = replace(self, condition_images=self.condition_images.of_count(len(sizes) - 1))
         # Equal windows, of images that need no crop, are one view drawn more often: all samples are drawn equally.
         windows = Counter(
-            self._windows(sizes, side, crop, flipped)
+            framing._windows(sizes, side, crop, flipped)
             for side in sorted(root.resolution, reverse=True) or [0]
             for crop in range(crops)
             for flipped in ([False, True] if self.flip else [False])
@@ -120,16 +121,15 @@ class Framing:
         own, *controls = sizes
         same_view = (control for control in controls if self._sets_grid(control, own))
         like = next(same_view, own) if self.buckets == "exact" else own
-        alone = len(controls) == 1 and self.condition_images.whole_area is not None
-        target = self._window(like, side, crop, flipped, alone)
-        return (target, *(self._control(control, own, target, side, flipped, alone) for control in controls))
+        target = self._window(like, side, crop, flipped)
+        return (target, *(self._control(control, own, target, side, flipped) for control in controls))
 
-    def _window(self, own: Sides, side: int, crop: int, flipped: bool, alone: bool) -> Window:
+    def _window(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
         bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
         if bucket is None and self.condition_images.sets_target:
             return self.condition_images.window(*own, side**2 or None, flipped)
         if bucket is None:
-            return self._whole(self._scaled(own, side, alone), flipped, alone)
+            return self._whole(self._scaled(own, side), flipped)
         frame = _covering(own, bucket)
         offset = (0.5 + SPREAD * crop) % 1
         left, top = (round((space - taken) * offset) for space, taken in zip(frame, bucket, strict=True))
@@ -137,15 +137,15 @@ class Framing:
         size = self.condition_images.size(*bucket, side**2 or None) if self.condition_images.sets_target else bucket
         return Window(frame, box, size, flipped)
 
-    def _whole(self, frame: Sides, flipped: bool, alone: bool) -> Window:
+    def _whole(self, frame: Sides, flipped: bool) -> Window:
         """Return the window of a whole image that is resized to `frame`."""
-        if alone:
-            return self.condition_images.alone(*frame, None, flipped)
+        if self.condition_images.whole_area is not None:
+            return self.condition_images.window(*frame, None, flipped)
         size = floor_size(*frame)
         # The target is cropped like a control, or the edit would be learned with a slight zoom.
-        return Window.center(frame, size, flipped) if self.condition_images.crops else Window.whole(size, flipped)
+        return Window.center(frame if self.condition_images.crops else size, size, flipped)
 
-    def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool, alone: bool) -> Window:
+    def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
         images = self.condition_images
         if images.fits_target:
             return target if same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
@@ -154,28 +154,27 @@ class Framing:
         if extends(target_own, own):
             scales = (seen / whole for seen, whole in zip(target.frame, target_own, strict=True))
             width, height = (max(SIDE_MULTIPLE, round(one * scale)) for one, scale in zip(own, scales, strict=True))
-            window = self._whole((width, height), flipped, alone)
-            return window if alone else images.narrowed(window)
+            return images.narrowed(self._whole((width, height), flipped))
         if side and self.buckets != "exact":
             shares = same_proportions(own, target_own)
         else:  # a smaller control keeps its size, as in prediction; sides a few pixels apart could round to 16 apart
-            frames = self._scaled(own, side, alone), self._scaled(target_own, side, alone)
+            frames = self._scaled(own, side), self._scaled(target_own, side)
             shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
-        window = target if shares else self._window(own, side, 0, flipped, alone)
-        return window if alone else images.narrowed(window)
+        return images.narrowed(target if shares else self._window(own, side, 0, flipped))
 
     def _sets_grid(self, own: Sides, target_own: Sides) -> bool:
         """Return whether a control determines the grid of its target."""
         return self.condition_images.sets_target and same_proportions(own, target_own)
 
-    def _scaled(self, own: Sides, side: int, alone: bool) -> Sides:
+    def _scaled(self, own: Sides, side: int) -> Sides:
         """Return sides shrunk to the area of `side` as in prediction, or enlarged if configured."""
         if not side:
             return own
         if self.upscale and own[0] * own[1] < side**2:
             scale = side / math.sqrt(own[0] * own[1])
             own = round(own[0] * scale), round(own[1] * scale)
-        return shrunk(*own, side**2) if alone else self.condition_images.shrunk(*own, side**2)
+        is_whole = self.condition_images.whole_area is not None
+        return shrunk(*own, side**2) if is_whole else self.condition_images.shrunk(*own, side**2)
 
     def tables(self, side: int) -> Iterator[Sequence[Sides]]:
         """Yield the buckets of a resolution, then of smaller and smaller ones."""

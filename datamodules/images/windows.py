@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ class ConditionImages:
         condition_image_size: the same for the text encoder; None if it sees no images.
         most_area: largest area that the autoencoder sees; larger images are shrunk to it, their sides rounded down.
         crops: floor its own size by cropping the edges, instead of resizing.
-        whole_area: a single one is kept whole up to this area: its sides are rounded up by reflection.
+        whole_area: each is kept whole up to this area: its sides are rounded up by reflection; see `of_count`.
         fits_target: instead of its own size, each has the scale of the target and fits into it.
         alpha: the model sees and makes the alpha channel of images; else transparent parts are white.
     """
@@ -169,6 +169,10 @@ class ConditionImages:
         """
         return self.vae_image_size is not None
 
+    def of_count(self, count: int) -> Self:
+        """Return the rules for this many condition images and their target: only a single one is kept whole."""
+        return self if count == 1 else replace(self, whole_area=None)
+
     def size(self, width: int, height: int, max_area: int | None = None) -> Sides:
         """Return the (width, height) that the autoencoder sees, of at most about `max_area` pixels."""
         if self.vae_image_size is not None:
@@ -186,15 +190,9 @@ class ConditionImages:
 
     def window(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
         """Return the part of an image that the autoencoder sees; arguments as of `size`."""
-        size = self.size(width, height, max_area)
-        if not self.crops:
-            return Window.whole(size, flipped)
-        return Window.center(self.shrunk(width, height, max_area), size, flipped)
-
-    def alone(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
-        """Return the window of a single condition image, or of a target with one; arguments as of `size`."""
         if self.whole_area is None:
-            return self.window(width, height, max_area, flipped)
+            size = self.size(width, height, max_area)
+            return Window.center(self.shrunk(width, height, max_area) if self.crops else size, size, flipped)
         own = (width, height) if max_area is None else shrunk(width, height, max_area)
         side = math.sqrt(self.whole_area)
         scale = min(1.0, side / math.sqrt(math.prod(own)), 2 * side / max(own))
@@ -216,6 +214,8 @@ class ConditionImages:
 
     def narrowed(self, window: Window) -> Window:
         """Return the part of a window that the autoencoder sees."""
+        if self.whole_area is not None:
+            return window
         size = self.size(*window.size)
         if not self.crops:
             return window._replace(size=size)
