@@ -63,13 +63,13 @@ def local_table(path: Path, split: str | None) -> Table:
     """Return a parquet or Arrow file, a folder of them, or one of `save_to_disk`.
 
     Raises:
-        UserError: it cannot be read, or it has several splits and none of this name.
+        UserError: it cannot be read, or it lacks this split.
     """
     place = f"data.root={path}"
     # The path of a cell must not depend on the working folder; the target of a link may lack the suffix.
     path = Path(os.path.realpath(path)) if path.is_dir() else Path(os.path.realpath(path.parent), path.name)
     datasets = _library(place)
-    with _one_line(place, "repair it, or copy it again"):
+    with _one_line(place):
         if path.suffix == ".arrow" and path.is_file():
             files = [os.path.realpath(path)]
         elif not path.is_dir():
@@ -98,15 +98,15 @@ def _files(place: str, found: Any, split: str | None) -> list[str]:
 
 
 def _table(place: str, files: list[str], folder: Path | None) -> Table:
-    """Return Arrow files as one table; `folder` is that of the files that texts name."""
-    with _one_line(place, "repair it, or copy it again"):
+    """Return Arrow files as one table; texts may name files in `folder`."""
+    with _one_line(place):
         count = sum(_mapped(file).num_rows for file in files)
         if not count:
             raise ValueError("it has no rows")
         schema = _mapped(files[0]).schema
 
     def values(name: str) -> list[Any]:
-        with _one_line(place, "repair it, or copy it again"):
+        with _one_line(place):
             return _cells(place.removeprefix("data.root="), files, name, folder)
 
     texts = [] if folder is None else [column.name for column in schema if "string" in str(column.type)]
@@ -137,7 +137,7 @@ def _library(place: str) -> Any:
 
 
 @contextlib.contextmanager
-def _one_line(place: str, remedy: str) -> Iterator[None]:
+def _one_line(place: str, remedy: str = "repair it, or copy it again") -> Iterator[None]:
     """Temporarily turn errors of `datasets` and Arrow into one line."""
     from datasets.exceptions import DatasetsError
 

@@ -28,7 +28,6 @@ USUAL_ENDINGS = (
 # Masks of images: endings of their names, and the folders that they are in.
 MASK_ENDINGS = ("_mask", "-mask", ".mask", "-masklabel", "_masklabel")
 MASK_FOLDERS = ("masks", "mask")
-TWO_MASKS = "two masks of one image, keep one"
 # Endings of images that belong to another one and are not read.
 UNREAD_ENDINGS = ("-condlabel",)
 # Files and folders left by systems and programs, besides hidden ones.
@@ -67,7 +66,7 @@ class Listing:
         ending: the part of file names after the stem; see `halves`.
         texts: files that may hold captions.
         others: all other files.
-        masks: masks in a folder of their own, by the stem of their image.
+        masks: masks in a folder of their own, each with the stem of its image.
     """
 
     folder: Path
@@ -76,7 +75,7 @@ class Listing:
     images: dict[str, Path] = field(default_factory=dict)
     texts: dict[str, list[Path]] = field(default_factory=dict)
     others: dict[str, list[Path]] = field(default_factory=dict)
-    masks: dict[str, Path] = field(default_factory=dict)
+    masks: list[tuple[str, Path]] = field(default_factory=list)
 
     @classmethod
     def of(cls, folder: Path, place: Path = Path()) -> "Listing":
@@ -100,16 +99,11 @@ class Listing:
         return found
 
     def add_masks(self, masks: "Listing") -> bool:
-        """Add the images of a folder of masks, X or X_mask for X; return whether some are of these images.
-
-        Raises:
-            UserError: an image has two.
-        """
-        of = {stem: stem if stem in self.images else _without(stem, MASK_ENDINGS, self.images) for stem in masks.images}
-        for stem, base in of.items():
-            if base and (other := self.masks.setdefault(base, masks.images[stem])) != masks.images[stem]:
-                raise UserError(f"{other} and {masks.images[stem]}: {TWO_MASKS}")
-        return any(of.values())
+        """Add the images of a folder of masks, X or X_mask for X; return whether any belongs to these images."""
+        stems = (stem if stem in self.images else _without(stem, MASK_ENDINGS, self.images) for stem in masks.images)
+        found = [(stem, path) for stem, path in zip(stems, masks.images.values(), strict=True) if stem]
+        self.masks.extend(found)
+        return bool(found)
 
     def primary(self) -> dict[str, Path]:
         """Return the images by stem, without masks and further controls of others."""
@@ -128,7 +122,7 @@ class Listing:
     def lack(self, stem: str) -> str:
         """Return the name of an image that is missing here, and the file in another format that is there instead."""
         other = self.others.get(stem + self.ending)
-        return f"{self.folder / stem}{self.ending}.*" + (f": {none_of_the_formats(other[0])}" if other else "")
+        return f"{self.folder / stem}{self.ending}.*" + (f": {unsupported(other[0])}" if other else "")
 
     def halves(self, control: str, target: str) -> tuple["Listing", "Listing"]:
         """Split pairs in one folder into a folder of controls and one of targets.
@@ -152,8 +146,8 @@ class Listing:
         texts = {stem: [path for name in both for path in self.texts.get(name, [])] for stem, both in names.items()}
         first, second = (dict(sorted(images[end].items())) for end in (control, target))
         return (
-            replace(self, ending=control, images=first | rest, texts={}, masks={}),
-            replace(self, ending=target, images=second, texts=texts, masks={}),
+            replace(self, ending=control, images=first | rest, texts={}, masks=[]),
+            replace(self, ending=target, images=second, texts=texts, masks=[]),
         )
 
 
@@ -253,9 +247,9 @@ def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
     return {stem: [path for _, path in sorted(further)] for stem, further in numbered.items()}
 
 
-def none_of_the_formats(path: Path) -> str:
+def unsupported(name: Path | str) -> str:
     """Return the message about a file in an unsupported format."""
-    return f"{path} is none of {FORMATS}"
+    return f"{name} has an unsupported format (supported: {FORMATS})"
 
 
 def first_folder(root: Path, names: Sequence[str]) -> Path | None:
@@ -332,7 +326,7 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
     masks: dict[str, list[Path]] = defaultdict(list)
     for one in (targets, *controls):
         named = ((_without(stem, MASK_ENDINGS, primary), path) for stem, path in one.images.items())
-        for stem, path in (*named, *one.masks.items()):
+        for stem, path in (*named, *one.masks):
             masks[stem].append(path)
     captioned = targets.texts.keys() & primary.keys()
     samples, incomplete = [], []
@@ -347,7 +341,7 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
             incomplete.append(str(error))
             continue
         if len(masks[stem]) > 1:
-            incomplete.append(f"{masks[stem][0]} and {masks[stem][1]}: {TWO_MASKS}")
+            incomplete.append(f"{masks[stem][0]} and {masks[stem][1]}: two masks of one image, keep one")
             continue
         if not prompts and not controls and base_of(stem, captioned) not in ("", stem):
             continue  # made of an image with a caption
@@ -364,7 +358,7 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
         incomplete += [f"{path} has no target image {targets.lack(stem)}" for stem, path in alone]
     known = {*primary, *(stem for others in images for stem in others)}
     for stem in sorted(targets.texts.keys() & targets.others.keys() - known):
-        incomplete.append(f"{none_of_the_formats(targets.others[stem][0])}, but has a caption")
+        incomplete.append(f"{unsupported(targets.others[stem][0])}, but it has a caption")
     return Found(samples, incomplete)
 
 

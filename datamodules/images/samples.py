@@ -194,7 +194,7 @@ def _are_suffixes(value: Any) -> bool:
 
 
 # Checks of the settings of a root, and the allowed values in words.
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+ROOT_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repeats": (lambda value: _is_whole(value, 1, MOST_REPEATS), f"a whole number from 1 to {MOST_REPEATS}"),
     "weight": (_is_weight, "a number from 0 on"),
     "resolution": (_are_sides, f"a whole number from {SIDE_MULTIPLE} to {LONGEST_SIDE}, a list of them, or null"),
@@ -207,33 +207,31 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list[Root]:
-    """Return one root or several as a list; `settings` are those of roots that do not set their own.
+    """Return one root or several as a list; `settings` apply to roots that do not set their own.
 
     Raises:
         UserError: a setting is unknown or has a wrong value, or a path is not UTF-8.
     """
-    _check_settings("data.", settings)
     entries = value if isinstance(value, list | tuple) else [value]
     return [_as_root(name, one, settings) for one in entries if one not in (None, "")]
 
 
-def _check_settings(place: str, settings: Mapping[str, Any]) -> None:
-    for key, (allows, what) in RULES.items():
-        if key in settings and not allows(settings[key]):
-            raise UserError(f"{place}{key}={settings[key]}: must be {what}")
-
-
 def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
     own = dict(value) if isinstance(value, Mapping) else {"path": value}
-    if unknown := [str(key) for key in own if key not in RULES and key != "path"]:
-        raise UserError(f"data.{name}: a root has no setting {listing(unknown)}; choose from path, {', '.join(RULES)}")
+    if unknown := [str(key) for key in own if key not in ROOT_SETTINGS and key != "path"]:
+        raise UserError(
+            f"data.{name}: a root has no setting {listing(unknown)}; choose from path, {', '.join(ROOT_SETTINGS)}"
+        )
     path = str(own.get("path") or "")
     if not path:
         raise UserError(f"data.{name}={own}: the path is missing. Write {{path: FOLDER, repeats: 2}}")
     if printable(path) != path:
         raise UserError(f"data.{name}={printable(path)}: the name is not UTF-8: rename it, or give a link to it")
-    _check_settings(f"data.{name}={path}: ", own)
     chosen = {**settings, **own, "path": path}
+    for key, (allows, what) in ROOT_SETTINGS.items():
+        if key in chosen and not allows(chosen[key]):
+            place = f"data.{name}={path}: " if key in own else "data."
+            raise UserError(f"{place}{key}={chosen[key]}: must be {what}")
     sides, ends = chosen.get("resolution"), chosen.get("pair_suffixes")
     chosen["resolution"] = tuple(dict.fromkeys([] if sides is None else [sides] if isinstance(sides, int) else sides))
     chosen["columns"] = chosen.get("columns") or {}

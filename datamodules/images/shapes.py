@@ -127,8 +127,8 @@ class Edit(NamedTuple):
 def recolor(random: Random, scene: Scene, shape: Shape) -> Edit:
     """Give the shape another colour, not the background's."""
     color = random.choice([color for color in SHAPE_COLORS if color not in (shape.color, scene.background)])
-    prompts = [f"make the {shape.kind} {name}" for name in (color, shape.color)]
-    return Edit(prompts[0], draw(scene.changed(shape, replace(shape, color=color))), prompts[1])
+    result = draw(scene.changed(shape, replace(shape, color=color)))
+    return Edit(f"make the {shape.kind} {color}", result, f"make the {shape.kind} {shape.color}")
 
 
 def remove(random: Random, scene: Scene, shape: Shape) -> Edit:
@@ -144,23 +144,22 @@ def move(random: Random, scene: Scene, shape: Shape) -> Edit | None:
     if not inside or any(not moved.clear_of(other) for other in scene.shapes if other is not shape):
         return None
     back = next(other for other, step in DIRECTIONS.items() if step == (-dx, -dy))
-    prompts = [f"move the {shape.kind} {direction}" for direction in (name, back)]
-    return Edit(prompts[0], draw(scene.changed(shape, moved)), prompts[1])
+    return Edit(f"move the {shape.kind} {name}", draw(scene.changed(shape, moved)), f"move the {shape.kind} {back}")
 
 
 def background(random: Random, scene: Scene, shape: Shape) -> Edit:
     """Give the background another colour, no shape's."""
     taken = {scene.background, *(one.color for one in scene.shapes)}
     color = random.choice([color for color in SHAPE_COLORS if color not in taken])
-    prompts = [f"make the background {name}" for name in (color, scene.background)]
-    return Edit(prompts[0], draw(replace(scene, background=color)), prompts[1])
+    result = draw(replace(scene, background=color))
+    return Edit(f"make the background {color}", result, f"make the background {scene.background}")
 
 
 def turn(random: Random, scene: Scene, shape: Shape) -> Edit:
     """Turn the shape into another kind."""
     kind = random.choice([kind for kind in SHAPE_KINDS if kind not in [one.kind for one in scene.shapes]])
-    prompts = [f"turn the {old} into a {new}" for old, new in ((shape.kind, kind), (kind, shape.kind))]
-    return Edit(prompts[0], draw(scene.changed(shape, replace(shape, kind=kind))), prompts[1])
+    result = draw(scene.changed(shape, replace(shape, kind=kind)))
+    return Edit(f"turn the {shape.kind} into a {kind}", result, f"turn the {kind} into a {shape.kind}")
 
 
 def describe(random: Random, scene: Scene, shape: Shape) -> Edit:
