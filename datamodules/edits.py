@@ -194,7 +194,7 @@ class EditsDataModule(PromptData):
     def _windows(self, paths: Sequence[Path]) -> tuple[list[Window], tuple[int, int]]:
         """Return the windows of images, and the (width, height) that is sampled."""
         # By the size of the file, as of the result: the decoded image may already be reduced.
-        window_of = self.condition_images.alone if len(paths) == 1 else self.condition_images.window
+        window_of = self.condition_images.of_count(len(paths)).window
         windows = [window_of(*image_size(path), self.max_area) for path in paths]
         # On another grid the control would be seen with a zoom.
         own = windows[0].size if paths else (self.resolution, self.resolution)

@@ -32,7 +32,7 @@ DAMAGED = (
     *(SyntaxError, ArithmeticError, struct.error, zlib.error, Image.DecompressionBombError, csv.Error),
 )
 # Characters that belong to no text: control characters except for white space, and halves of a character (surrogates).
-CONTROL = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+CONTROL_CHARACTER = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 PICKLE = "a pickle of PyTorch"
@@ -40,7 +40,7 @@ GGUF = "a GGUF file"
 # The suffixes by which programs know pickles.
 PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 # The first bytes of files that people have instead of safetensors, JSON or images.
-KINDS = {
+KINDS_BY_START = {
     rb"GGUF": GGUF,
     rb"version https://git-lfs": "a Git LFS pointer: the file itself was not downloaded (`git lfs pull` does it)",
     rb"\s*<(!doctype html|html|head|!--)": "a web page (HTML), such as a login page: the download needs a token",
@@ -58,9 +58,9 @@ def reading(path: str | Path, remedy: str, expected: str | None = None) -> Itera
     """Turn the errors of reading a file that may be damaged, missing or unreadable into a UserError.
 
     Args:
-        path: of the file, for the message.
+        path: the file, for the message.
         remedy: the fix, in the imperative.
-        expected: the kind that it should be, if it is one of `KINDS`.
+        expected: the kind that it should be, if it is one of `KINDS_BY_START`.
     """
     try:
         yield
@@ -71,9 +71,8 @@ def reading(path: str | Path, remedy: str, expected: str | None = None) -> Itera
         if ours or type(error).__name__ == "OutOfMemoryError":  # PyTorch's, of a GPU
             raise
         file = Path(path)
-        kind = (
-            kind_of_file(file) if file.is_file() and file.suffix not in (*PICKLES, ".json", ".jsonl", ".tar") else None
-        )
+        is_known = not file.is_file() or file.suffix in (*PICKLES, ".json", ".jsonl", ".tar")
+        kind = None if is_known else kind_of_file(file)
         what = f"damaged ({reason(error)})" if kind in (None, expected) else kind
         raise UserError(f"{path} is {what}; {remedy}") from error
 
@@ -86,7 +85,7 @@ def kind_of_file(path: Path) -> str | None:
         return "an empty file"
     if start[5:9] == b"\0\0\0{":  # safetensors: the length of its header, and the header
         return None
-    kind = next((kind for begin, kind in KINDS.items() if re.match(begin, start, re.I | re.S)), None)
+    kind = next((kind for begin, kind in KINDS_BY_START.items() if re.match(begin, start, re.I | re.S)), None)
     # torch.save's form since 2020: a zip whose first member is NAME/data.pkl
     return PICKLE if kind == "a zip archive" and b"/data.pkl" in start else kind
 
@@ -162,7 +161,7 @@ def file_signature(path: Path | Packed) -> tuple[str, int, int, int]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, as `decoded`; raises a UserError if it is none."""
+    """Return the text of a file, as `decoded`; raises a UserError if it cannot be read."""
     try:
         require_file(path)
         return decoded(path.read_bytes(), str(path))
@@ -171,14 +170,14 @@ def read_text(path: Path) -> str:
 
 
 def decoded(content: bytes, name: str) -> str:
-    """Return UTF-8 as text without byte order marks; raises a UserError if it is none, or holds control characters."""
+    """Return UTF-8 as text without byte order marks; raises a UserError for other encodings and control characters."""
     wide = content[:2] in (b"\xff\xfe", b"\xfe\xff") or content[:64].count(0) * 4 > len(content[:64])
     kind = "it looks like UTF-16" if wide else ""
     try:
         text = content.decode().replace("\ufeff", "")
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 ({kind or f'byte {error.start}'}): save it as UTF-8") from error
-    if found := CONTROL.search(text):
+    if found := CONTROL_CHARACTER.search(text):
         what = kind or f"it holds the control character {found[0]!r}"
         raise UserError(f"{name} is not UTF-8 text ({what}): save it as UTF-8")
     return text
@@ -246,7 +245,9 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        _let_others_read(temporary)
+        mode = temporary.stat().st_mode & 0o666  # safetensors lets nobody else read its files
+        for path in filter(Path.is_file, temporary.rglob("*")):
+            path.chmod(mode)
         if folder.is_dir():
             if keep:
                 return
@@ -261,17 +262,6 @@ def replacing_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
     finally:
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _let_others_read(folder: Path) -> None:
-    """Give its files the permissions of new files: safetensors lets nobody else read its files."""
-    new = folder / ".new"
-    new.touch()
-    mode = new.stat().st_mode & 0o777
-    new.unlink()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
 
 
 def link_or_copy(source: str | Path, place: str | Path) -> None:

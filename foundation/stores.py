@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 # The kind of store of a URL's scheme.
-KINDS = {
+KIND_BY_SCHEME = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     "gs": "gs",
     **dict.fromkeys(("az", "azure", "adl", "abfs", "abfss"), "az"),
@@ -63,7 +63,7 @@ class Failure(NamedTuple):
 
 def kind_of(url: str) -> str | None:
     """Return the kind of store of a URL: s3, gs, az, http or file; None for others."""
-    return KINDS.get(url.partition("://")[0].lower())
+    return KIND_BY_SCHEME.get(url.partition("://")[0].lower())
 
 
 def working_folder(place: str, under: str = "cache") -> Path:
@@ -78,11 +78,13 @@ def locate(url: str, setting: str = "data.shards") -> "tuple[ObjectStore, str]":
     """Return the store of a URL, and the object's path in it.
 
     Args:
-        setting: that specifies the URL, for messages.
+        setting: name of the setting that contains the URL, for messages.
 
     Raises:
         UserError: no such protocol, no bucket, or credentials that cannot be read.
     """
+    from obstore.store import LocalStore
+
     kind = kind_of(url)
     if kind is None:
         known = "s3://, gs://, az://, https:// or file://"
@@ -92,7 +94,7 @@ def locate(url: str, setting: str = "data.shards") -> "tuple[ObjectStore, str]":
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     if kind == "file":
-        return _bucket(kind, "file:///"), url2pathname(path)
+        return LocalStore(), url2pathname(path)
     if not bucket:
         raise UserError(f"{setting}: {url} names no bucket")
     return _bucket(kind, f"{scheme}://{bucket}"), path
@@ -102,8 +104,6 @@ def locate(url: str, setting: str = "data.shards") -> "tuple[ObjectStore, str]":
 def _bucket(kind: str, url: str) -> "ObjectStore":
     from obstore.store import from_url
 
-    if kind == "file":
-        return from_url(url)
     if kind == "s3" and "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ:
         raise UserError(f"AWS_PROFILE: profiles of ~/.aws are not read. Run {EXPORT_PROFILE}, and set AWS_REGION.")
     return from_url(url, client_options=CLIENT, retry_config=RETRIES)

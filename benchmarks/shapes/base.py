@@ -19,7 +19,18 @@ import torch
 from PIL import Image
 
 from benchmarks.shapes.runs import LOADING, Figures, Section, distance, grid
-from datamodules.images.shapes import COLORS, EDITS, KINDS, SIDE, Scene, Shape, corner, describe, draw, random_scene
+from datamodules.images.shapes import (
+    EDITS,
+    SHAPE_COLORS,
+    SHAPE_KINDS,
+    SIDE,
+    Scene,
+    Shape,
+    corner,
+    describe,
+    draw,
+    random_scene,
+)
 from lightning_modules.pretrained.repository import SHAPES
 
 COUNT = 64
@@ -40,7 +51,7 @@ def right_edit(control: np.ndarray, result: np.ndarray, target: np.ndarray) -> b
 
 def near(image: np.ndarray, color: str) -> np.ndarray:
     """Return a mask (H, W), 1.0 where an image (H, W, 3) has a colour."""
-    return (np.abs(image - np.array(COLORS[color])).max(axis=-1) <= WITHIN).astype(np.float32)
+    return (np.abs(image - np.array(SHAPE_COLORS[color])).max(axis=-1) <= WITHIN).astype(np.float32)
 
 
 class Template(NamedTuple):
@@ -72,7 +83,9 @@ def located(mask: np.ndarray, searched: Template) -> tuple[float, tuple[int, int
 @functools.cache
 def _templates() -> dict[tuple[str, int], Template]:
     scenes = {
-        (kind, radius): Scene("black", (Shape(kind, "white", 32, 32, radius),)) for kind in KINDS for radius in RADII
+        (kind, radius): Scene("black", (Shape(kind, "white", 32, 32, radius),))
+        for kind in SHAPE_KINDS
+        for radius in RADII
     }
     return {key: template(near(np.asarray(draw(scene), dtype=np.float32), "white")) for key, scene in scenes.items()}
 

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL
 from PIL import Image, ImageDraw, ImageFilter
 
 from benchmarks.shapes.runs import LOADING, WORK, Figures, Made, Section, distance, grid, samples, train, write_table
-from datamodules.images.tables import COLUMNS
+from datamodules.images.tables import FILE_COLUMNS
 from lightning_modules.pretrained.repository import SHAPES
 from report.images import to_image
 
@@ -140,7 +140,8 @@ def made(row: Sequence[str], edit: str) -> list[list[Made]]:
     for line in (WORK / data / "held_out.jsonl").read_text().splitlines():
         names = json.loads(line)
         control, target = (
-            np.asarray(Image.open(WORK / data / names[COLUMNS[one]]), dtype=np.float32) for one in ("control", "target")
+            np.asarray(Image.open(WORK / data / names[FILE_COLUMNS[one]]), dtype=np.float32)
+            for one in ("control", "target")
         )
         found.append(Made(control, control if UNEDITED in row else decoded(target), target))
     return [found]

@@ -22,7 +22,7 @@ from PIL import Image
 
 from cli.resolvers import CONF  # registers the resolvers of conf/
 from datamodules.images.shapes import write_pairs
-from datamodules.images.tables import COLUMNS, TABLES
+from datamodules.images.tables import FILE_COLUMNS, TABLES
 from lightning_modules.pretrained.repository import SHAPES
 from report.images import PARTS
 from report.tables import read_validation
@@ -241,7 +241,9 @@ def write_table(name: str, rows: Sequence[tuple[Image.Image, Image.Image, str]],
         names = f"{index:03d}-after.png", f"{index:03d}-before.png"
         target.save(folder / names[0])
         control.save(folder / names[1])
-        lines.append(json.dumps(dict(zip((COLUMNS["target"], COLUMNS["control"]), names, strict=True), prompt=prompt)))
+        lines.append(
+            json.dumps(dict(zip((FILE_COLUMNS["target"], FILE_COLUMNS["control"]), names, strict=True), prompt=prompt))
+        )
     write_lines(folder / "train.jsonl", lines[:train])
     write_lines(folder / "held_out.jsonl", lines[train:])
 

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.shapes.runs import SEEDS, TRAIN, WORK, Figures, Section, command, grid, train, write_table
-from datamodules.images.shapes import COLORS, Scene, draw, random_scene
+from datamodules.images.shapes import SHAPE_COLORS, Scene, draw, random_scene
 
 SCALES = (-2, -1, 0, 1, 2)
 HELD_OUT = 8
@@ -29,7 +29,7 @@ def lit(random: Random) -> tuple[Image.Image, Image.Image, str]:
 def grown(random: Random) -> tuple[Image.Image, Image.Image, str]:
     """Draw a shape, smaller and larger."""
     shape = random.choice(random_scene(random).shapes)
-    ground = random.choice([color for color in COLORS if color != shape.color])
+    ground = random.choice([color for color in SHAPE_COLORS if color != shape.color])
     sizes = (replace(shape, radius=radius, x=32, y=32) for radius in (9, 14))
     small, large = (draw(Scene(ground, (one,))) for one in sizes)
     return small, large, "a larger shape"

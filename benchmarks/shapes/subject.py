@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 
 from benchmarks.shapes.base import GUIDANCE, Template, find_shape, located, make, near, pipeline, template
 from benchmarks.shapes.runs import LOADING, TRAIN, WORK, Figures, Section, grid, parts, train, write_lines
-from datamodules.images.shapes import COLORS, OVERSAMPLING, SIDE, Scene, Shape, corner, draw
+from datamodules.images.shapes import OVERSAMPLING, SHAPE_COLORS, SIDE, Scene, Shape, corner, draw
 from lightning_modules.pretrained.repository import SHAPES
 
 SUBJECT = "sks purple square"
@@ -79,7 +79,7 @@ def draw_subject(ground: str, center: tuple[int, int], companion: Shape | None =
             # Pillow's rectangles contain their last row and column.
             (x0, x1), (y0, y1) = (sorted((one, one + far)) for one, far in ((x, left * wide), (y, top * high)))
             box = (OVERSAMPLING * x0, OVERSAMPLING * y0, OVERSAMPLING * x1 - 1, OVERSAMPLING * y1 - 1)
-            canvas.rectangle(box, fill=COLORS[PATTERN[color]])
+            canvas.rectangle(box, fill=SHAPE_COLORS[PATTERN[color]])
     return image.reduce(OVERSAMPLING)
 
 
@@ -122,8 +122,8 @@ def draw_data() -> None:
 
 def nearest(image: np.ndarray) -> list[np.ndarray]:
     """Return where an image (H, W, 3) has the two colours of the subject rather than another, each (H, W)."""
-    distances = np.stack([np.square(image - np.array(color)).sum(-1) for color in COLORS.values()])
-    return [(distances.argmin(0) == list(COLORS).index(color)).astype(np.float32) for color in PATTERN]
+    distances = np.stack([np.square(image - np.array(color)).sum(-1) for color in SHAPE_COLORS.values()])
+    return [(distances.argmin(0) == list(SHAPE_COLORS).index(color)).astype(np.float32) for color in PATTERN]
 
 
 @functools.cache

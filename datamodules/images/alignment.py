@@ -14,9 +14,9 @@ Gray = np.ndarray
 # shifted and recoloured ones 0.9.
 BELIEVED = 0.3
 # Share of an image's blocks that must agree, and the pixels by which agreeing ones may differ.
-AGREEING, TOLERANCE = 0.4, 0.75
+AGREEING_SHARE, TOLERANCE = 0.4, 0.75
 # Shortest side of a block in which a shift can be seen, and blocks per side.
-LEAST_BLOCK, BLOCKS = 32, 4
+LEAST_BLOCK, BLOCKS_ACROSS = 32, 4
 # Width of a Gaussian low-pass in cycles per pixel: finer detail is noise and compression.
 BAND = 0.12
 
@@ -43,7 +43,7 @@ def align(control: Gray, target: Gray) -> Alignment | None:
     if (x or y) and abs(x) < width / 2 and abs(y) < height / 2:
         found.append(_align_blocks(control, target, x, y))
     best = max(found, key=lambda one: one.agreement)
-    return best if best.agreement >= AGREEING else None
+    return best if best.agreement >= AGREEING_SHARE else None
 
 
 def edges(gray: Gray) -> Gray:
@@ -88,7 +88,7 @@ def _align_blocks(control: Gray, target: Gray, x: int, y: int) -> Alignment:
         return slice(max(y, 0), height + min(y, 0)), slice(max(x, 0), width + min(x, 0))
 
     part, moved = control[common(-x, -y)], target[common(x, y)]
-    side = min(max(max(height, width) // BLOCKS, LEAST_BLOCK), *part.shape)
+    side = min(max(max(height, width) // BLOCKS_ACROSS, LEAST_BLOCK), *part.shape)
     if side < LEAST_BLOCK:
         return Alignment(x, y, 1.0, 0.0)
     # Centres of the blocks from the centre of the image, and their shifts.

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datamodules.images.tables import Table
+from datamodules.images.tables import Table, names_images
 from foundation.errors import UserError, without_credentials
 from foundation.files import Packed, file_signature, reason
 
@@ -63,13 +63,13 @@ def local_table(path: Path, split: str | None) -> Table:
     """Return a parquet or Arrow file, a folder of them, or one of `save_to_disk`.
 
     Raises:
-        UserError: it cannot be read, or it has several splits and none of this name.
+        UserError: it cannot be read, or it lacks this split.
     """
     place = f"data.root={path}"
     # The path of a cell must not depend on the working folder; the target of a link may lack the suffix.
     path = Path(os.path.realpath(path)) if path.is_dir() else Path(os.path.realpath(path.parent), path.name)
     datasets = _library(place)
-    with _one_line(place, "repair it, or copy it again"):
+    with _one_line(place):
         if path.suffix == ".arrow" and path.is_file():
             files = [os.path.realpath(path)]
         elif not path.is_dir():
@@ -98,25 +98,28 @@ def _files(place: str, found: Any, split: str | None) -> list[str]:
 
 
 def _table(place: str, files: list[str], folder: Path | None) -> Table:
-    """Return Arrow files as one table; `folder` is that of the files that texts name."""
-    with _one_line(place, "repair it, or copy it again"):
+    """Return Arrow files as one table; texts may name files in `folder`."""
+    with _one_line(place):
         count = sum(_mapped(file).num_rows for file in files)
         if not count:
             raise ValueError("it has no rows")
         schema = _mapped(files[0]).schema
 
     def values(name: str) -> list[Any]:
-        with _one_line(place, "repair it, or copy it again"):
+        with _one_line(place):
             return _cells(place.removeprefix("data.root="), files, name, folder)
 
-    images = [column.name for column in schema if _holds_images(column.type)]
+    texts = [] if folder is None else [column.name for column in schema if "string" in str(column.type)]
     return Table(
         place=place,
         rows=[f"row {row}" for row in range(count)],
         columns=schema.names,
         values=values,
-        images=images,
-        texts=[column.name for column in schema if "string" in str(column.type) and column.name not in images],
+        images=[
+            column.name
+            for column in schema
+            if _holds_images(column.type) or (column.name in texts and names_images(values(column.name)))
+        ],
         folder=folder,
         keys=[f"{row:06d}" for row in range(count)],
     )
@@ -134,7 +137,7 @@ def _library(place: str) -> Any:
 
 
 @contextlib.contextmanager
-def _one_line(place: str, remedy: str) -> Iterator[None]:
+def _one_line(place: str, remedy: str = "repair it, or copy it again") -> Iterator[None]:
     """Temporarily turn errors of `datasets` and Arrow into one line."""
     from datasets.exceptions import DatasetsError
 

@@ -7,7 +7,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -30,8 +30,8 @@ log = logging.getLogger("retouch")
 PREPROCESSING = 3
 # Largest image to train on at its own size: 65,536 tokens, and attention is quadratic in them.
 MOST_PIXELS = 2**24
-# Threads that check files decode large ones one at a time: each takes gigabytes.
-ONE_LARGE = Lock()
+# Held while a large image is decoded, which takes gigabytes.
+_ONE_LARGE = Lock()
 # An image may be reduced by a whole factor to this multiple of the wanted sides before it is resized.
 REDUCING_GAP = 3
 # Formats that are read, whatever a file's name: PIL gives others, such as EPS, to programs like Ghostscript.
@@ -101,6 +101,11 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
         raise UserError(f"cannot read the image {path}: it is empty or no image") from error
     except UNREADABLE as error:
         raise UserError(f"cannot read the image {path}: {reason(error).rstrip('.')}") from error
+
+
+def one_large(size: Sides) -> AbstractContextManager[object]:
+    """Temporarily let no other thread decode a large image."""
+    return _ONE_LARGE if math.prod(size) > MOST_PIXELS else nullcontext()
 
 
 # Sizes.
@@ -233,7 +238,7 @@ def verify_image(path: ImageFile) -> None:
             if missing > 0:
                 raise EOFError("rows of its pixels are missing")
             return
-        with ONE_LARGE if image.width * image.height > MOST_PIXELS else nullcontext():
+        with one_large(image.size):
             small = _at_an_eighth(image)
             if image.format in ("JPEG", "MPO"):
                 content = path.read_bytes() if isinstance(path, Path) else path.read()
@@ -371,5 +376,9 @@ def verify_mask(path: ImageFile) -> bool:
 
 def to_tensor(image: Image.Image) -> Tensor:
     """Convert 8-bit RGB or RGBA to (C, H, W) in [-1, 1]."""
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-    return pixels.float().div_(255).mul_(2).sub_(1)
+    return to_bytes(image).float().div_(255).mul_(2).sub_(1)
+
+
+def to_bytes(image: Image.Image) -> Tensor:
+    """Convert 8-bit RGB or RGBA to (C, H, W) in 8 bits."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

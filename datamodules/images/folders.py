@@ -16,7 +16,7 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
-REJECTED_FOLDERS = ("rejected_images",)
+REJECTED_FOLDER = "rejected_images"
 # Endings of the names of controls and targets in one folder.
 USUAL_ENDINGS = (
     ("_start", "_end"),
@@ -28,7 +28,6 @@ USUAL_ENDINGS = (
 # Masks of images: endings of their names, and the folders that they are in.
 MASK_ENDINGS = ("_mask", "-mask", ".mask", "-masklabel", "_masklabel")
 MASK_FOLDERS = ("masks", "mask")
-TWO_MASKS = "two masks of one image, keep one"
 # Endings of images that belong to another one and are not read.
 UNREAD_ENDINGS = ("-condlabel",)
 # Files and folders left by systems and programs, besides hidden ones.
@@ -63,27 +62,29 @@ class Listing:
     """The files of a folder by `stem_of`.
 
     Attributes:
+        place: path of the folder below that of its root, in composed Unicode.
         ending: the part of file names after the stem; see `halves`.
         texts: files that may hold captions.
         others: all other files.
-        masks: masks in a folder of their own, by the stem of their image.
+        masks: masks in a folder of their own, each with the stem of its image.
     """
 
     folder: Path
+    place: Path = Path()
     ending: str = ""
     images: dict[str, Path] = field(default_factory=dict)
     texts: dict[str, list[Path]] = field(default_factory=dict)
     others: dict[str, list[Path]] = field(default_factory=dict)
-    masks: dict[str, Path] = field(default_factory=dict)
+    masks: list[tuple[str, Path]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, folder: Path) -> "Listing":
+    def of(cls, folder: Path, place: Path = Path()) -> "Listing":
         """List a folder.
 
         Raises:
             UserError: two images have one stem, so a pair would be ambiguous.
         """
-        found = cls(folder)
+        found = cls(folder, place)
         for name in sorted(name for name in os.listdir(folder) if not is_clutter(name)):
             path = folder / name
             stem, suffix = stem_of(path), path.suffix.lower()
@@ -98,16 +99,11 @@ class Listing:
         return found
 
     def add_masks(self, masks: "Listing") -> bool:
-        """Add the images of a folder of masks, X or X_mask for X; return whether some are of these images.
-
-        Raises:
-            UserError: an image has two.
-        """
-        of = {stem: stem if stem in self.images else _without(stem, MASK_ENDINGS, self.images) for stem in masks.images}
-        for stem, base in of.items():
-            if base and (other := self.masks.setdefault(base, masks.images[stem])) != masks.images[stem]:
-                raise UserError(f"{other} and {masks.images[stem]}: {TWO_MASKS}")
-        return any(of.values())
+        """Add the images of a folder of masks, X or X_mask for X; return whether any belongs to these images."""
+        stems = (stem if stem in self.images else _without(stem, MASK_ENDINGS, self.images) for stem in masks.images)
+        found = [(stem, path) for stem, path in zip(stems, masks.images.values(), strict=True) if stem]
+        self.masks.extend(found)
+        return bool(found)
 
     def primary(self) -> dict[str, Path]:
         """Return the images by stem, without masks and further controls of others."""
@@ -126,7 +122,7 @@ class Listing:
     def lack(self, stem: str) -> str:
         """Return the name of an image that is missing here, and the file in another format that is there instead."""
         other = self.others.get(stem + self.ending)
-        return f"{self.folder / stem}{self.ending}.*" + (f": {none_of_the_formats(other[0])}" if other else "")
+        return f"{self.folder / stem}{self.ending}.*" + (f": {unsupported(other[0])}" if other else "")
 
     def halves(self, control: str, target: str) -> tuple["Listing", "Listing"]:
         """Split pairs in one folder into a folder of controls and one of targets.
@@ -150,14 +146,15 @@ class Listing:
         texts = {stem: [path for name in both for path in self.texts.get(name, [])] for stem, both in names.items()}
         first, second = (dict(sorted(images[end].items())) for end in (control, target))
         return (
-            Listing(self.folder, control, first | rest, {}, self.others),
-            Listing(self.folder, target, second, texts, self.others),
+            replace(self, ending=control, images=first | rest, texts={}, masks=[]),
+            replace(self, ending=target, images=second, texts=texts, masks=[]),
         )
 
 
 def listings_below(top: Path) -> dict[Path, Listing]:
     """Return the listings of a folder and of all folders below it, by their relative path."""
-    return {Path(nfc(os.path.relpath(place, top))): Listing.of(Path(place)) for place, _ in walk(top)}
+    places = {Path(nfc(os.path.relpath(folder, top))): Path(folder) for folder, _ in walk(top)}
+    return {place: Listing.of(folder, place) for place, folder in places.items()}
 
 
 def walk(top: Path) -> Iterator[tuple[str, list[str]]]:
@@ -250,9 +247,9 @@ def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
     return {stem: [path for _, path in sorted(further)] for stem, further in numbered.items()}
 
 
-def none_of_the_formats(path: Path) -> str:
+def unsupported(name: Path | str) -> str:
     """Return the message about a file in an unsupported format."""
-    return f"{path} is none of {FORMATS}"
+    return f"{name} has an unsupported format (supported: {FORMATS})"
 
 
 def first_folder(root: Path, names: Sequence[str]) -> Path | None:
@@ -260,11 +257,11 @@ def first_folder(root: Path, names: Sequence[str]) -> Path | None:
     return next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def with_masks(listing: Listing, root: Path, place: Path = Path()) -> Listing:
+def with_masks(listing: Listing, root: Path) -> Listing:
     """Add the masks of a root's own folder of masks to a listing of images."""
     for name in os.listdir(root):
-        if name.lower() in MASK_FOLDERS and (root / name / place).is_dir():
-            listing.add_masks(Listing.of(root / name / place))
+        if name.lower() in MASK_FOLDERS and (masks := root / name / listing.place).is_dir():
+            listing.add_masks(Listing.of(masks))
     return listing
 
 
@@ -311,9 +308,7 @@ def endings_of(folder: Path, given: tuple[str, str] | None) -> tuple[str, str] |
     return found[0] if found else None
 
 
-def samples_by_name(
-    targets: Listing, controls: Sequence[Listing], rejected: Listing | None, root: Root, require_prompt: bool
-) -> Found:
+def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Listing | None, root: Root) -> Found:
     """Return the samples of a root: files with the same stem belong together.
 
     Args:
@@ -331,7 +326,7 @@ def samples_by_name(
     masks: dict[str, list[Path]] = defaultdict(list)
     for one in (targets, *controls):
         named = ((_without(stem, MASK_ENDINGS, primary), path) for stem, path in one.images.items())
-        for stem, path in (*named, *one.masks.items()):
+        for stem, path in (*named, *one.masks):
             masks[stem].append(path)
     captioned = targets.texts.keys() & primary.keys()
     samples, incomplete = [], []
@@ -346,23 +341,24 @@ def samples_by_name(
             incomplete.append(str(error))
             continue
         if len(masks[stem]) > 1:
-            incomplete.append(f"{masks[stem][0]} and {masks[stem][1]}: {TWO_MASKS}")
+            incomplete.append(f"{masks[stem][0]} and {masks[stem][1]}: two masks of one image, keep one")
             continue
         if not prompts and not controls and base_of(stem, captioned) not in ("", stem):
             continue  # made of an image with a caption
-        if require_prompt and not prompts:
+        if root.require_prompt and not prompts:
             hint = f" (there is {listing(list(beside[stem]))})" if beside[stem] else ""
             incomplete.append(f"{target} has no caption {caption_file}{hint}")
             continue
         own = [path for number in range(count) for path in (images[number][stem], *further[number].get(stem, []))]
         mask = next(iter(masks[stem]), None)
-        samples.append(Sample(stem, target, tuple(own), prompts, mask, rejects.get(stem), caption_file=caption_file))
+        key = (targets.place / stem).as_posix()
+        samples.append(Sample(key, target, tuple(own), prompts, mask, rejects.get(stem), caption_file=caption_file))
     for others in (*images, rejects):
         alone = [(stem, path) for stem, path in others.items() if stem not in primary]
         incomplete += [f"{path} has no target image {targets.lack(stem)}" for stem, path in alone]
     known = {*primary, *(stem for others in images for stem in others)}
     for stem in sorted(targets.texts.keys() & targets.others.keys() - known):
-        incomplete.append(f"{none_of_the_formats(targets.others[stem][0])}, but has a caption")
+        incomplete.append(f"{unsupported(targets.others[stem][0])}, but it has a caption")
     return Found(samples, incomplete)
 
 

@@ -1,7 +1,6 @@
 """Faults of a data set, measured on small copies of its images and on their prints."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -12,17 +11,15 @@ from PIL import Image
 
 from datamodules.images.alignment import align, edges
 from datamodules.images.captions import wrapped_line
-from datamodules.images.decoding import MOST_PIXELS, ONE_LARGE, Sides, image_size, open_image, open_mask, opened
+from datamodules.images.decoding import MOST_PIXELS, Sides, image_facts, one_large, open_image, open_mask, require_sides
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
-from datamodules.images.windows import resize
+from datamodules.images.windows import resize, same_proportions
 from foundation.errors import UserError, printable
 
 # Longer side of the small copies, and the pixels that are decoded for them.
-SIDE, DECODED_AREA = 512, 256**2
-# Allowed difference of the ratio of sides.
-PROPORTION = 0.02
+SMALL_SIDE, DECODED_AREA = 512, 256**2
 # Shift in pixels of the small copies, two pixels of a megapixel image. Blocks agree to a tenth of a pixel.
-SHIFT = 1.0
+LEAST_SHIFT = 1.0
 # Levels of 255 between the darkest and the brightest pixel of each colour in an image of one colour.
 ONE_COLOUR = 8
 # Cells per side of the colours in a print.
@@ -98,7 +95,7 @@ class Look:
 
     Attributes:
         size: (width, height) of the image.
-        small: the copy, of at most `SIDE` pixels.
+        small: the copy, of at most `SMALL_SIDE` pixels.
     """
 
     size: Sides
@@ -112,10 +109,6 @@ class Look:
     def print(self) -> Print | None:
         """Return its print; None for one colour."""
         return None if self.one_colour else Print.of(self.small)
-
-    def same_proportion(self, other: "Look") -> bool:
-        """Return whether the ratios of the sides are equal."""
-        return abs(self.size[0] * other.size[1] / (self.size[1] * other.size[0]) - 1) <= PROPORTION
 
 
 class Inspected(NamedTuple):
@@ -135,13 +128,12 @@ def look(path: ImageFile, mask: bool = False) -> Look:
     Raises:
         UserError: it cannot be read, or a side is shorter than 16 pixels.
     """
-    with opened(path) as image:
-        large = image.width * image.height > MOST_PIXELS
-    size = None if mask else image_size(path)
-    with ONE_LARGE if large else nullcontext():
+    size = image_facts(path).size
+    if not mask:
+        require_sides(path, *size)
+    with one_large(size):
         whole = open_mask(path).convert("RGB") if mask else open_image(path, DECODED_AREA)
-    size = size or whole.size
-    scale = min(1.0, SIDE / max(size))
+    scale = min(1.0, SMALL_SIDE / max(size))
     width, height = (max(1 if mask else SIDE_MULTIPLE, round(side * scale)) for side in size)
     return Look(size, resize(whole, (width, height)))
 
@@ -209,7 +201,7 @@ def _faults(sample: Sample, seen: dict[ImageFile, Look], sides: tuple[int, ...])
     mask, rejected = (seen.get(path) if path else None for path in (sample.mask, sample.rejected))
     if mask and mask.one_colour:
         yield Kind.MASK, "one colour"
-    if mask and not mask.same_proportion(target):
+    if mask and not same_proportions(mask.size, target.size):
         yield Kind.MASK, _sizes("mask", mask, target)
     if rejected and nearly_equal(resize(rejected.small, target.small.size), target.small):
         yield Kind.NEARLY_EQUAL, "rejected and target"
@@ -224,7 +216,7 @@ def _sizes(name: str, one: Look, target: Look) -> str:
 def _faults_of_pair(
     sample: Sample, target: Look, controls: list[Look], sides: tuple[int, ...]
 ) -> Iterator[tuple[Kind, str]]:
-    alike = [index for index, control in enumerate(controls) if control.same_proportion(target)]
+    alike = [index for index, control in enumerate(controls) if same_proportions(control.size, target.size)]
     if not alike:
         yield Kind.PROPORTION, _sizes("control", controls[0], target)
         return
@@ -243,14 +235,14 @@ def _faults_of_pair(
     if (found := align(*gray)) is None:
         return
     distance = float(np.hypot(found.x, found.y))
-    if distance >= SHIFT:
+    if distance >= LEAST_SHIFT:
         ways = [
             f"{abs(pixels):.0f} px {there if pixels > 0 else back}"
             for offset, there, back in ((found.x, "right", "left"), (found.y, "down", "up"))
             if round(pixels := offset * target.size[0] / width)
         ]
         yield Kind.SHIFTED, f"{', '.join(ways)} ({100 * distance / max(width, height):.1f} %)"
-    if abs(found.scale - 1) * max(width, height) / 2 >= 2 * SHIFT:
+    if abs(found.scale - 1) * max(width, height) / 2 >= 2 * LEAST_SHIFT:
         yield Kind.SCALED, f"x {found.scale:.3f}"
 
 
@@ -258,7 +250,7 @@ def _equal_in_training(sample: Sample, index: int, sides: tuple[int, ...]) -> bo
     """Return whether a pair is nearly equal at the size of training, too, where blur and noise show."""
     area = max(sides) ** 2 if sides else MOST_PIXELS
     target, control = (open_image(path, area) for path in (sample.target, sample.controls[index]))
-    return max(target.size) <= SIDE or nearly_equal(resize(control, target.size), target)
+    return max(target.size) <= SMALL_SIDE or nearly_equal(resize(control, target.size), target)
 
 
 # Repeated images.

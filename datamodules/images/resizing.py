@@ -5,18 +5,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
 from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, Sample
-from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends, same_proportions
 from foundation.errors import UserError, count_of, listing
 
-# Proportions of buckets are powers of STEP up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
+# Proportions of buckets are powers of this up to 3.2:1, among them 1:1, 4:3 and 16:9. The nearest one is at most 3.7 %
 # off, not counting the rounding of the sides.
-STEP = (4 / 3) ** 0.25
-STEPS = 16
+PROPORTION_STEP = (4 / 3) ** 0.25
+PROPORTIONS = 16
 # An image that its bucket would crop more, as a panorama, keeps its own proportions.
 MOST_CROPPED = 0.06
 # Factor between the scales of a control and its target from which on there is a note; rounding to tokens makes less.
@@ -104,9 +104,10 @@ class Framing:
             held_out: return the first view only.
         """
         crops = 1 if self.crop == "center" else self.crop_count
+        framing = replace(self, condition_images=self.condition_images.of_count(len(sizes) - 1))
         # Equal windows, of images that need no crop, are one view drawn more often: all samples are drawn equally.
         windows = Counter(
-            self._windows(sizes, side, crop, flipped)
+            framing._windows(sizes, side, crop, flipped)
             for side in sorted(root.resolution, reverse=True) or [0]
             for crop in range(crops)
             for flipped in ([False, True] if self.flip else [False])
@@ -120,16 +121,15 @@ class Framing:
         own, *controls = sizes
         same_view = (control for control in controls if self._sets_grid(control, own))
         like = next(same_view, own) if self.buckets == "exact" else own
-        alone = len(controls) == 1 and self.condition_images.whole_area is not None
-        target = self._window(like, side, crop, flipped, alone)
-        return (target, *(self._control(control, own, target, side, flipped, alone) for control in controls))
+        target = self._window(like, side, crop, flipped)
+        return (target, *(self._control(control, own, target, side, flipped) for control in controls))
 
-    def _window(self, own: Sides, side: int, crop: int, flipped: bool, alone: bool) -> Window:
+    def _window(self, own: Sides, side: int, crop: int, flipped: bool) -> Window:
         bucket = find_bucket(self, own, side) if side and self.buckets != "exact" else None
         if bucket is None and self.condition_images.sets_target:
             return self.condition_images.window(*own, side**2 or None, flipped)
         if bucket is None:
-            return self._whole(self._scaled(own, side, alone), flipped, alone)
+            return self._whole(self._scaled(own, side), flipped)
         frame = _covering(own, bucket)
         offset = (0.5 + SPREAD * crop) % 1
         left, top = (round((space - taken) * offset) for space, taken in zip(frame, bucket, strict=True))
@@ -137,45 +137,44 @@ class Framing:
         size = self.condition_images.size(*bucket, side**2 or None) if self.condition_images.sets_target else bucket
         return Window(frame, box, size, flipped)
 
-    def _whole(self, frame: Sides, flipped: bool, alone: bool) -> Window:
+    def _whole(self, frame: Sides, flipped: bool) -> Window:
         """Return the window of a whole image that is resized to `frame`."""
-        if alone:
-            return self.condition_images.alone(*frame, None, flipped)
+        if self.condition_images.whole_area is not None:
+            return self.condition_images.window(*frame, None, flipped)
         size = floor_size(*frame)
         # The target is cropped like a control, or the edit would be learned with a slight zoom.
-        return Window.center(frame, size, flipped) if self.condition_images.crops else Window.whole(size, flipped)
+        return Window.center(frame if self.condition_images.crops else size, size, flipped)
 
-    def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool, alone: bool) -> Window:
+    def _control(self, own: Sides, target_own: Sides, target: Window, side: int, flipped: bool) -> Window:
         images = self.condition_images
         if images.fits_target:
-            return target if _same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
+            return target if same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
         if images.sets_target:
             return target if self._sets_grid(own, target_own) else images.window(*own, side**2 or None, flipped)
         if extends(target_own, own):
             scales = (seen / whole for seen, whole in zip(target.frame, target_own, strict=True))
             width, height = (max(SIDE_MULTIPLE, round(one * scale)) for one, scale in zip(own, scales, strict=True))
-            window = self._whole((width, height), flipped, alone)
-            return window if alone else images.narrowed(window)
+            return images.narrowed(self._whole((width, height), flipped))
         if side and self.buckets != "exact":
-            shares = _same_proportions(own, target_own)
+            shares = same_proportions(own, target_own)
         else:  # a smaller control keeps its size, as in prediction; sides a few pixels apart could round to 16 apart
-            frames = self._scaled(own, side, alone), self._scaled(target_own, side, alone)
+            frames = self._scaled(own, side), self._scaled(target_own, side)
             shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
-        window = target if shares else self._window(own, side, 0, flipped, alone)
-        return window if alone else images.narrowed(window)
+        return images.narrowed(target if shares else self._window(own, side, 0, flipped))
 
     def _sets_grid(self, own: Sides, target_own: Sides) -> bool:
         """Return whether a control determines the grid of its target."""
-        return self.condition_images.sets_target and _same_proportions(own, target_own)
+        return self.condition_images.sets_target and same_proportions(own, target_own)
 
-    def _scaled(self, own: Sides, side: int, alone: bool) -> Sides:
+    def _scaled(self, own: Sides, side: int) -> Sides:
         """Return sides shrunk to the area of `side` as in prediction, or enlarged if configured."""
         if not side:
             return own
         if self.upscale and own[0] * own[1] < side**2:
             scale = side / math.sqrt(own[0] * own[1])
             own = round(own[0] * scale), round(own[1] * scale)
-        return shrunk(*own, side**2) if alone else self.condition_images.shrunk(*own, side**2)
+        is_whole = self.condition_images.whole_area is not None
+        return shrunk(*own, side**2) if is_whole else self.condition_images.shrunk(*own, side**2)
 
     def tables(self, side: int) -> Iterator[Sequence[Sides]]:
         """Yield the buckets of a resolution, then of smaller and smaller ones."""
@@ -204,8 +203,8 @@ def bucket_table(area: float, multiple: int, controls: ConditionImages = OWN_SIZ
     Args:
         controls: sides that a control can have as well are preferred, if it is resized or has a largest area.
     """
-    found = {_nearest(STEP**step, area, multiple, controls): None for step in range(-STEPS, STEPS + 1)}
-    return tuple(found)
+    proportions = (PROPORTION_STEP**step for step in range(-PROPORTIONS, PROPORTIONS + 1))
+    return tuple(dict.fromkeys(_nearest(one, area, multiple, controls) for one in proportions))
 
 
 def _nearest(proportion: float, area: float, multiple: int, controls: ConditionImages) -> Sides:
@@ -222,11 +221,6 @@ def _nearest(proportion: float, area: float, multiple: int, controls: ConditionI
 
     shared = [one for one in candidates if controls.size(*one) == one]
     return min(shared or candidates, key=distance)
-
-
-def _same_proportions(control: Sides, target: Sides) -> bool:
-    """Return whether two images have the same proportions, and so show the same view."""
-    return abs(math.log(control[0] / control[1] * target[1] / target[0])) <= SAME_PROPORTIONS
 
 
 def _covering(own: Sides, bucket: Sides) -> Sides:
@@ -261,7 +255,7 @@ def notes_on(
         small = width * height < side**2 and view.windows[0].frame[0] <= width
         counts[f"{noun} have fewer than {side}x{side} pixels, kept as small (data.upscale=true enlarges them)"] += small
         counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
-        if len(own) == 2 and not _same_proportions(own[1].size, own[0].size):
+        if len(own) == 2 and not same_proportions(own[1].size, own[0].size):
             scale, other = (
                 math.sqrt(math.prod(w.frame) / math.prod(o.size)) for w, o in zip(view.windows, own, strict=True)
             )

@@ -4,14 +4,13 @@ import math
 import os
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import UserError, listing, printable
-from foundation.files import CONTROL, Packed, file_signature
+from foundation.files import Packed, file_signature
 
 # Both sides of every image are at least this long.
 SIDE_MULTIPLE = 16
@@ -23,9 +22,6 @@ TRIGGER = "[trigger]"
 LONGEST_SIDE = 4096
 # An epoch is a list of draws, so repeats cost memory.
 MOST_REPEATS = 10_000
-# The forms of a root that a setting applies to.
-FORMS = {"columns": "tables, data sets and tars, which have columns", "pair_suffixes": "pairs in one folder"}
-
 # An image file, or one packed in a tar or a table.
 ImageFile = Path | Packed
 RootSetting = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
@@ -55,7 +51,7 @@ class Alpha(Packed):
 
 @dataclass(frozen=True)
 class Slice(Packed):
-    """An image in a larger file: a member of an uncompressed tar, or a cell of an Arrow file.
+    """An image in a larger file: a member of an uncompressed tar.
 
     Attributes:
         name: its name in messages; not its identity, since a root can be spelled in several ways.
@@ -156,7 +152,7 @@ class Found:
         samples: the complete samples.
         incomplete: a line about each incomplete one.
         notes: a line about each thing that was found and not read.
-        form: the setting of `FORMS` that applies to the root, or "".
+        form: `columns` or `pair_suffixes` if this setting applies to the root, else "".
         without_controls: the error if no sample of the data set has a condition image; "" if none need have one.
     """
 
@@ -174,36 +170,6 @@ class Found:
 
 # A function that finds the samples of some roots.
 Source = Callable[[list[Root]], Found]
-
-
-def scan_roots(roots: Iterable[Root], scan: Callable[[Root], Found]) -> Found:
-    """Return the samples that `scan` finds in all roots, with unique and printable keys.
-
-    Raises:
-        UserError: data.columns or data.pair_suffixes is set for a root that it does not apply to.
-    """
-    roots = list(roots)
-    total = Found([], [])
-    seen: Counter[str] = Counter()
-    for index, root in enumerate(roots):
-        found = scan(root)
-        for setting, what in FORMS.items():
-            if getattr(root, setting) and found.form != setting:
-                raise UserError(
-                    f"data.{setting} is for {what}, and {root.path} has none: leave it out, or set it for one root, as "
-                    f"data.root=[{{path: ROOT, {setting}: ...}}]"
-                )
-        samples, lines = [], list(map(printable, found.incomplete))
-        for sample in found.samples:
-            if odd := CONTROL.search("".join(sample.prompts)):
-                lines.append(printable(f"{sample.caption_file or sample.key}: its caption holds {odd[0]!r}, no text"))
-                continue
-            key = printable(sample.key if len(roots) == 1 else f"{root.path}/{sample.key}")
-            seen[key] += 1  # above 1 if a root is listed twice
-            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}", root=index))
-        notes = tuple(map(printable, found.notes))
-        total = total.plus(replace(found, samples=samples, incomplete=lines, notes=notes))
-    return total
 
 
 # Settings of roots.
@@ -228,7 +194,7 @@ def _are_suffixes(value: Any) -> bool:
 
 
 # Checks of the settings of a root, and the allowed values in words.
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+ROOT_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repeats": (lambda value: _is_whole(value, 1, MOST_REPEATS), f"a whole number from 1 to {MOST_REPEATS}"),
     "weight": (_is_weight, "a number from 0 on"),
     "resolution": (_are_sides, f"a whole number from {SIDE_MULTIPLE} to {LONGEST_SIDE}, a list of them, or null"),
@@ -241,33 +207,31 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list[Root]:
-    """Return one root or several as a list; `settings` are those of roots that do not set their own.
+    """Return one root or several as a list; `settings` apply to roots that do not set their own.
 
     Raises:
         UserError: a setting is unknown or has a wrong value, or a path is not UTF-8.
     """
-    _check_settings("data.", settings)
     entries = value if isinstance(value, list | tuple) else [value]
     return [_as_root(name, one, settings) for one in entries if one not in (None, "")]
 
 
-def _check_settings(place: str, settings: Mapping[str, Any]) -> None:
-    for key, (allows, what) in RULES.items():
-        if key in settings and not allows(settings[key]):
-            raise UserError(f"{place}{key}={settings[key]}: must be {what}")
-
-
 def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
     own = dict(value) if isinstance(value, Mapping) else {"path": value}
-    if unknown := [str(key) for key in own if key not in RULES and key != "path"]:
-        raise UserError(f"data.{name}: a root has no setting {listing(unknown)}; choose from path, {', '.join(RULES)}")
+    if unknown := [str(key) for key in own if key not in ROOT_SETTINGS and key != "path"]:
+        raise UserError(
+            f"data.{name}: a root has no setting {listing(unknown)}; choose from path, {', '.join(ROOT_SETTINGS)}"
+        )
     path = str(own.get("path") or "")
     if not path:
         raise UserError(f"data.{name}={own}: the path is missing. Write {{path: FOLDER, repeats: 2}}")
     if printable(path) != path:
         raise UserError(f"data.{name}={printable(path)}: the name is not UTF-8: rename it, or give a link to it")
-    _check_settings(f"data.{name}={path}: ", own)
     chosen = {**settings, **own, "path": path}
+    for key, (allows, what) in ROOT_SETTINGS.items():
+        if key in chosen and not allows(chosen[key]):
+            place = f"data.{name}={path}: " if key in own else "data."
+            raise UserError(f"{place}{key}={chosen[key]}: must be {what}")
     sides, ends = chosen.get("resolution"), chosen.get("pair_suffixes")
     chosen["resolution"] = tuple(dict.fromkeys([] if sides is None else [sides] if isinstance(sides, int) else sides))
     chosen["columns"] = chosen.get("columns") or {}

@@ -22,7 +22,7 @@ from foundation.errors import UserError, listing
 from foundation.files import replacing_folder
 
 SIDE = 64
-COLORS = {
+SHAPE_COLORS = {
     "red": (220, 40, 40),
     "green": (40, 160, 60),
     "blue": (40, 80, 220),
@@ -32,7 +32,7 @@ COLORS = {
     "white": (245, 245, 245),
     "black": (25, 25, 25),
 }
-KINDS = ("circle", "square", "triangle", "star")
+SHAPE_KINDS = ("circle", "square", "triangle", "star")
 # Images are drawn at this multiple of their size and scaled down, for smooth edges.
 OVERSAMPLING = 4
 
@@ -67,9 +67,9 @@ class Scene:
 
 def random_scene(random: Random) -> Scene:
     """Return one to three shapes of different kinds that do not touch, none in the colour of the ground."""
-    background = random.choice(list(COLORS))
-    colors = [color for color in COLORS if color != background]
-    kinds = random.sample(KINDS, random.randint(1, 3))
+    background = random.choice(list(SHAPE_COLORS))
+    colors = [color for color in SHAPE_COLORS if color != background]
+    kinds = random.sample(SHAPE_KINDS, random.randint(1, 3))
     while True:
         shapes = tuple(_random_shape(random, kind, random.choice(colors)) for kind in kinds)
         if all(one.clear_of(other) for one, other in combinations(shapes, 2)):
@@ -85,12 +85,12 @@ def _random_shape(random: Random, kind: str, color: str) -> Shape:
 def draw(scene: Scene, outlines: bool = False) -> Image.Image:
     """Draw a scene; with `outlines`, only the outlines of its shapes."""
     size = SIDE * OVERSAMPLING
-    image = Image.new("RGB", (size, size), COLORS[scene.background])
+    image = Image.new("RGB", (size, size), SHAPE_COLORS[scene.background])
     canvas = ImageDraw.Draw(image)
     for shape in scene.shapes:
-        canvas.polygon(list(_corners(shape)), fill=COLORS[shape.color])
+        canvas.polygon(list(_corners(shape)), fill=SHAPE_COLORS[shape.color])
         if outlines:
-            canvas.polygon(list(_corners(replace(shape, radius=shape.radius - 3))), fill=COLORS[scene.background])
+            canvas.polygon(list(_corners(replace(shape, radius=shape.radius - 3))), fill=SHAPE_COLORS[scene.background])
     return image.reduce(OVERSAMPLING)
 
 
@@ -108,8 +108,8 @@ def _corners(shape: Shape) -> Iterator[tuple[float, float]]:
 
 # The value of data.root for drawn pairs.
 DRAWN = "drawn shapes"
-STEP = 16  # pixels of "move"
-DIRECTIONS = {"left": (-STEP, 0), "right": (STEP, 0), "up": (0, -STEP), "down": (0, STEP)}
+# Pixels by which "move" moves, right and down.
+DIRECTIONS = {"left": (-16, 0), "right": (16, 0), "up": (0, -16), "down": (0, 16)}
 
 
 class Edit(NamedTuple):
@@ -126,9 +126,9 @@ class Edit(NamedTuple):
 
 def recolor(random: Random, scene: Scene, shape: Shape) -> Edit:
     """Give the shape another colour, not the background's."""
-    color = random.choice([color for color in COLORS if color not in (shape.color, scene.background)])
-    prompts = [f"make the {shape.kind} {name}" for name in (color, shape.color)]
-    return Edit(prompts[0], draw(scene.changed(shape, replace(shape, color=color))), prompts[1])
+    color = random.choice([color for color in SHAPE_COLORS if color not in (shape.color, scene.background)])
+    result = draw(scene.changed(shape, replace(shape, color=color)))
+    return Edit(f"make the {shape.kind} {color}", result, f"make the {shape.kind} {shape.color}")
 
 
 def remove(random: Random, scene: Scene, shape: Shape) -> Edit:
@@ -137,30 +137,29 @@ def remove(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 def move(random: Random, scene: Scene, shape: Shape) -> Edit | None:
-    """Move the shape by `STEP`, if there is room."""
+    """Move the shape by 16 pixels, if there is room."""
     name, (dx, dy) = random.choice(list(DIRECTIONS.items()))
     moved = replace(shape, x=shape.x + dx, y=shape.y + dy)
     inside = all(shape.radius < place < SIDE - shape.radius for place in (moved.x, moved.y))
     if not inside or any(not moved.clear_of(other) for other in scene.shapes if other is not shape):
         return None
     back = next(other for other, step in DIRECTIONS.items() if step == (-dx, -dy))
-    prompts = [f"move the {shape.kind} {direction}" for direction in (name, back)]
-    return Edit(prompts[0], draw(scene.changed(shape, moved)), prompts[1])
+    return Edit(f"move the {shape.kind} {name}", draw(scene.changed(shape, moved)), f"move the {shape.kind} {back}")
 
 
 def background(random: Random, scene: Scene, shape: Shape) -> Edit:
     """Give the background another colour, no shape's."""
     taken = {scene.background, *(one.color for one in scene.shapes)}
-    color = random.choice([color for color in COLORS if color not in taken])
-    prompts = [f"make the background {name}" for name in (color, scene.background)]
-    return Edit(prompts[0], draw(replace(scene, background=color)), prompts[1])
+    color = random.choice([color for color in SHAPE_COLORS if color not in taken])
+    result = draw(replace(scene, background=color))
+    return Edit(f"make the background {color}", result, f"make the background {scene.background}")
 
 
 def turn(random: Random, scene: Scene, shape: Shape) -> Edit:
     """Turn the shape into another kind."""
-    kind = random.choice([kind for kind in KINDS if kind not in [one.kind for one in scene.shapes]])
-    prompts = [f"turn the {old} into a {new}" for old, new in ((shape.kind, kind), (kind, shape.kind))]
-    return Edit(prompts[0], draw(scene.changed(shape, replace(shape, kind=kind))), prompts[1])
+    kind = random.choice([kind for kind in SHAPE_KINDS if kind not in [one.kind for one in scene.shapes]])
+    result = draw(scene.changed(shape, replace(shape, kind=kind)))
+    return Edit(f"turn the {shape.kind} into a {kind}", result, f"turn the {kind} into a {shape.kind}")
 
 
 def describe(random: Random, scene: Scene, shape: Shape) -> Edit:
@@ -202,9 +201,11 @@ def invert(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 # Edits that the embedded model was trained on, and edits that it has never seen.
-KNOWN = (recolor, remove, move, background, turn, describe)
+KNOWN_EDITS = (recolor, remove, move, background, turn, describe)
 HELD_BACK = (segment, outline, mirror, invert)
-EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {edit.__name__: edit for edit in KNOWN + HELD_BACK}
+EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {
+    edit.__name__: edit for edit in KNOWN_EDITS + HELD_BACK
+}
 
 
 def find_shapes(roots: Sequence[Root], folder: str | None, edits: Sequence[str], count: int, seed: int) -> Found:

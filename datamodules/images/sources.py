@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_t
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
     FORMATS,
-    REJECTED_FOLDERS,
+    REJECTED_FOLDER,
     TARGET_FOLDERS,
     Listing,
     controls_folders,
@@ -24,10 +24,14 @@ from datamodules.images.folders import (
     samples_by_name,
     with_masks,
 )
-from datamodules.images.samples import Found, Root, scan_roots
+from datamodules.images.samples import Found, Root
 from datamodules.images.tables import TABLES, Table, file_table, samples_of
 from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
-from foundation.errors import UserError, count_of, listing, without_credentials
+from foundation.errors import UserError, count_of, listing, printable, without_credentials
+from foundation.files import CONTROL_CHARACTER
+
+# The forms of a root that a setting applies to.
+FORMS = {"columns": "tables, data sets and tars, which have columns", "pair_suffixes": "pairs in one folder"}
 
 
 def find_samples(roots: Iterable[Root]) -> Found:
@@ -39,7 +43,7 @@ def find_samples(roots: Iterable[Root]) -> Found:
     Raises:
         UserError: a root does not exist, or has a table that cannot be used.
     """
-    found = scan_roots(roots := list(roots), _pairs)
+    found = _scan(roots := list(roots), _pairs)
     message = (
         f"data.root={listing([str(root.path) for root in roots])}: images, but no condition images in "
         f"{'/'.join(CONTROL_FOLDERS)} or in a table, which editing needs. To train on images and captions: "
@@ -65,15 +69,44 @@ def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
         prompts = (instance_prompt or "",)
         return replace(found, samples=[one if one.prompts else replace(one, prompts=prompts) for one in found.samples])
 
-    return scan_roots(roots, scan)
+    return _scan(list(roots), scan)
+
+
+def _scan(roots: list[Root], scan: Callable[[Root], Found]) -> Found:
+    """Return the samples that `scan` finds in all roots, with unique and printable keys.
+
+    Raises:
+        UserError: data.columns or data.pair_suffixes is set for a root that it does not apply to.
+    """
+    total = Found([], [])
+    seen: Counter[str] = Counter()
+    for index, root in enumerate(roots):
+        found = scan(root)
+        for setting, what in FORMS.items():
+            if getattr(root, setting) and found.form != setting:
+                raise UserError(
+                    f"data.{setting} is for {what}, and {root.path} has none: leave it out, or set it for one root, as "
+                    f"data.root=[{{path: ROOT, {setting}: ...}}]"
+                )
+        if (path := Path(root.path).expanduser()).is_dir():
+            found = note_unread(found, path, root)
+        samples, lines = [], list(map(printable, found.incomplete))
+        for sample in found.samples:
+            if odd := CONTROL_CHARACTER.search("".join(sample.prompts)):
+                lines.append(printable(f"{sample.caption_file or sample.key}: its caption holds {odd[0]!r}, no text"))
+                continue
+            key = printable(sample.key if len(roots) == 1 else f"{root.path}/{sample.key}")
+            seen[key] += 1  # above 1 if a root is listed twice
+            samples.append(replace(sample, key=key if seen[key] == 1 else f"{key}#{seen[key]}", root=index))
+        notes = tuple(map(printable, found.notes))
+        total = total.plus(replace(found, samples=samples, incomplete=lines, notes=notes))
+    return total
 
 
 def _pairs(root: Root) -> Found:
-    if (table := _named_table(root)) is not None:
+    if (table := _table_of(root)) is not None:
         return samples_of(table, root)
     path = Path(root.path).expanduser()
-    if (table := _metadata_of(path)) is not None:
-        return note_unread(samples_of(table, root), path, root)
     targets, controls = first_folder(path, TARGET_FOLDERS), controls_folders(path)
     if targets is not None and controls:
         return _paired_folders(path, targets, controls, root)
@@ -86,10 +119,9 @@ def _pairs(root: Root) -> Found:
         )
     if endings is not None:
         first, second = Listing.of(path).halves(*endings)
-        found = samples_by_name(with_masks(second, path), [first], None, root, root.require_prompt)
-        return note_unread(replace(found, form="pair_suffixes"), path, root)
+        return replace(samples_by_name(with_masks(second, path), [first], None, root), form="pair_suffixes")
     if (table := _stored_table_of(path, root)) is not None:
-        return note_unread(samples_of(table, root), path, root)
+        return samples_of(table, root)
     images = any(is_image(name) and not is_clutter(name) for name in os.listdir(path))
     if images and root.pair_suffixes is not None:
         control, target = root.pair_suffixes
@@ -97,7 +129,7 @@ def _pairs(root: Root) -> Found:
     if targets is not None:
         return _paired_folders(path, targets, [], root)
     if images:
-        return note_unread(_images_below(path, root, root.require_prompt, all_folders=True), path, root)
+        return _images_below(path, root, all_folders=True)
     raise UserError(
         f"data.root={path}: no pairs found. Looked for {' or '.join(TABLES)}, for folders {'/'.join(TARGET_FOLDERS)} "
         f"(X.png and X.txt) and {'/'.join(CONTROL_FOLDERS)} (X.png), and for the other forms of docs/data.md"
@@ -107,48 +139,41 @@ def _pairs(root: Root) -> Found:
 def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Root) -> Found:
     tops = [targets, *controls]
     trees = [listings_below(top) for top in tops]
-    rejected = first_folder(folder, REJECTED_FOLDERS)
-    rejects = {} if rejected is None else listings_below(rejected)
+    rejects = listings_below(folder / REJECTED_FOLDER) if (folder / REJECTED_FOLDER).is_dir() else {}
     counts = Counter(place for tree in trees for place in tree)
     found = Found([], [])
     for tree in trees:
         leave_out_derived(tree, kept={place for place, count in counts.items() if count > 1})
     for place in sorted({place for tree in (*trees, rejects) for place in tree}):
-        target, *listed = [tree.get(place) or Listing(top / place) for top, tree in zip(tops, trees, strict=True)]
-        some = samples_by_name(with_masks(target, folder, place), listed, rejects.get(place), root, root.require_prompt)
-        found = found.plus(_in_folder(some, place))
+        target, *listed = [
+            tree.get(place) or Listing(top / place, place) for top, tree in zip(tops, trees, strict=True)
+        ]
+        found = found.plus(samples_by_name(with_masks(target, folder), listed, rejects.get(place), root))
     if not found.samples and not found.incomplete:
-        raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, (targets, *controls)))}")
-    return note_unread(found, folder, root)
-
-
-def _in_folder(found: Found, place: Path) -> Found:
-    """Put a folder below the root before the keys of its samples."""
-    return replace(found, samples=[replace(one, key=(place / one.key).as_posix()) for one in found.samples])
+        raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, tops))}")
+    return found
 
 
 def _captioned(root: Root, all_folders: bool) -> Found:
-    if (table := _named_table(root)) is not None:
-        return samples_of(table, root, edits=False)
     path = Path(root.path).expanduser()
-    if controls_folders(path):
+    if path.is_dir() and controls_folders(path):
         raise UserError(
             f"data.root={path} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
             "alone: give the folder of the targets"
         )
-    if (table := _metadata_of(path)) is not None:
-        return note_unread(samples_of(table, root, edits=False), path, root)
-    found = _images_below(path, root, False, all_folders)
+    if (table := _table_of(root)) is not None:
+        return samples_of(table, root, edits=False)
+    found = _images_below(path, replace(root, require_prompt=False), all_folders)
     captioned = found.incomplete or any(one.prompts for one in found.samples)
     # Images without captions next to them may have theirs in a stored table.
     if not captioned and (table := _stored_table_of(path, root)) is not None:
-        return note_unread(samples_of(table, root, edits=False), path, root)
+        return samples_of(table, root, edits=False)
     if not captioned and not found.samples:
         raise UserError(f"data.root={path}: no images ({FORMATS}) in it or below")
-    return note_unread(found, path, root)
+    return found
 
 
-def _images_below(path: Path, root: Root, require_prompt: bool, all_folders: bool) -> Found:
+def _images_below(path: Path, root: Root, all_folders: bool) -> Found:
     """Return the images in a folder and below it, with their captions and masks.
 
     Args:
@@ -159,7 +184,7 @@ def _images_below(path: Path, root: Root, require_prompt: bool, all_folders: boo
         if place != Path() and any((path / place / name).exists() for name in TABLES):
             raise UserError(f"data.root={path}: {path / place} has a table of its own. Name that folder as data.root")
     leave_out_derived(below)
-    found = {place: samples_by_name(one, (), None, root, require_prompt) for place, one in below.items()}
+    found = {place: samples_by_name(one, (), None, root) for place, one in below.items()}
     total = Found([], [])
     bare = {place for place, one in found.items() if one.samples and not any(one.prompts for one in one.samples)}
     captioned = any(one.incomplete or (one.samples and place not in bare) for place, one in found.items())
@@ -167,7 +192,7 @@ def _images_below(path: Path, root: Root, require_prompt: bool, all_folders: boo
         if captioned and place in bare and not all_folders:
             note = f"{path / place}: {count_of(len(one.samples), 'images')} without captions are left out, since others"
             one = Found([], [], (f"{note} have one. data.source.instance_prompt gives them a caption",))
-        total = total.plus(_in_folder(one, place))
+        total = total.plus(one)
     return total
 
 
@@ -186,8 +211,8 @@ def _stored_table_of(folder: Path, root: Root) -> Table | None:
     return None if mark_of_data_set(folder) is None else local_table(folder, None)
 
 
-def _named_table(root: Root) -> Table | None:
-    """Return the table that a root names; None if it names a folder.
+def _table_of(root: Root) -> Table | None:
+    """Return the table that a root names, or that is the metadata of its folder; None if there is none.
 
     Raises:
         UserError: it does not exist, or cannot be read.
@@ -216,4 +241,4 @@ def _named_table(root: Root) -> Table | None:
         raise UserError(
             f"data.root={path}: neither a folder nor a .csv or .jsonl table, nor a .parquet, .arrow or .tar file"
         )
-    return None
+    return _metadata_of(path)

@@ -8,43 +8,38 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datamodules.images.captions import captions_of
-from datamodules.images.folders import IMAGE_SUFFIXES, is_image
-from datamodules.images.samples import CAPTION_SUFFIXES, Found, ImageFile, Root, Sample
+from datamodules.images.folders import is_image
+from datamodules.images.samples import Found, ImageFile, Root, Sample
 from foundation.errors import UserError, listing
 from foundation.files import Packed, read_text, reason, require_file
 
 # Names of a folder's table.
 TABLES = ("metadata.jsonl", "metadata.csv")
-# Our own column names. Others are guessed.
-COLUMNS = {
-    **{"target": "file_name", "control": "control_file_name", "prompt": "prompt"},
+# Column names of files in a table of ours by role; they, and `prompt`, come before all others.
+FILE_COLUMNS = {
+    **{"control": "control_file_name", "target": "file_name"},
     **{"mask": "mask_file_name", "rejected": "rejected_file_name"},
 }
-# Column names of each role, the likeliest first. "source", "source_image", "source_file_name" and "Source Images" are
-# one word.
-WORDS = {
-    role: tuple(words.split())
-    for role, words in {
-        "control": "control source src input original before conditioning condition cond reference references ref refs "
-        "start",
-        "target": "target tgt edited output after result end chosen preferred image images img picture photo file_name "
-        "file filename path jpg jpeg png webp",
-        "prompt": "txt edit_prompt edit_instruction editing_instruction instruction instructions prompt prompts "
-        "captions caption text description edit json",
-        "mask": "mask",
-        "rejected": "rejected dispreferred",
-    }.items()
+# Common column names by role, in order of preference, with the spellings of a name between two commas.
+COMMON = {
+    "control": "control control_image, source source_image source_img source_file_name, src src_image src_img, "
+    "input input_image input_img, original original_image original_img, before before_image, condition_image, "
+    "conditioning_image, reference reference_image, references reference_images, refs, start start_image",
+    "target": "target target_image target_img, edited edited_image edited_img edited_file_name, "
+    "output output_image output_img, after after_image, result result_image, end end_image, chosen chosen_image, "
+    "preferred preferred_image, image, images, img, picture, photo, file_name, path, jpg, jpeg, png, webp",
+    "prompt": "txt, edit_prompt, edit_instruction, editing_instruction, instruction, instructions, prompt, prompts, "
+    "captions, caption, text, description, edit, json",
+    "mask": "mask mask_image mask_img",
+    "rejected": "rejected rejected_image, dispreferred dispreferred_image",
 }
 NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}
-# Number of values by which a column is judged to name images.
-FIRST = 100
-_ENDINGS = re.compile(r"_?(file_?names?|files?|paths?|images?|imgs?|pictures?|photos?)$")
-_NUMBER = re.compile(r"_?(\d+)$")
+# A column's name, the number of a further control, and a suffix of files, as in tars.
+_NAME = re.compile(r"(.+?)(?:_?(\d+))?(?:\.\w+)?")
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,10 @@ class Table:
         place, rows: its name and its rows' names in messages.
         values: returns the values of a column by row: a Packed image; a text, which may name a file below `folder`; a
             list of these; or None.
-        images: columns of images.
-        texts: columns that may name files in `folder`; none do if it is None.
+        images: columns of images, and of texts that name some.
+        folder: folder of the files that texts name; None if they name none.
         keys: keys of the samples; None for the names of the targets.
-        named: column names by role that need no guess.
+        names: known column names by role, as `COMMON`.
         incomplete: a line about each row that could not be read.
     """
 
@@ -66,11 +61,10 @@ class Table:
     rows: Sequence[str]
     columns: Sequence[str]
     values: Callable[[str], Sequence[Any]]
-    images: Sequence[str] = ()
-    texts: Sequence[str] = ()
+    images: Sequence[str]
     folder: Path | None = None
     keys: Sequence[str] | None = None
-    named: Mapping[str, list[str]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=lambda: COMMON)
     incomplete: Sequence[str] = ()
 
 
@@ -84,11 +78,8 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
         UserError: a column is missing or ambiguous.
     """
     require_prompt = edits and root.require_prompt
-    wanted = ["target", *(["control"] if edits else []), *(["prompt"] if require_prompt else [])]
-    images = [*table.images, *(name for name in table.texts if table.folder and _names_files(table, name))]
-    taken = [name for value in root.columns.values() for name in (value if isinstance(value, list) else [value])]
-    named = {role: [name for name in names if name not in taken] for role, names in table.named.items()}
-    roles = choose_columns(table.place, table.columns, images, named | dict(root.columns), wanted)
+    wanted = [*(["control"] if edits else []), "target", *(["prompt"] if require_prompt else [])]
+    roles = choose_columns(table, root.columns, wanted)
     if not edits and roles["control"] and "target" not in root.columns:
         raise UserError(
             f"{table.place} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
@@ -112,7 +103,7 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
         samples.append(replace(sample, key=key))
     if len({sample.key for sample in samples}) < len(samples):  # one image with several instructions
         samples = [replace(sample, key=f"{sample.key}#{number}") for number, sample in enumerate(samples, 1)]
-    unread = [name for name in images if name not in values]
+    unread = [name for name in table.images if name not in values]
     notes = (f"{table.place}: images of other columns are not read: {listing(unread)}",) if unread else ()
     return Found(samples, incomplete, notes, "columns")
 
@@ -136,23 +127,20 @@ def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], requir
         images[role] = [image for some in found for image in some]
         if role != "control" and len(images[role]) > 1:
             raise UserError(f"{cells[role][0][0]} must be one image, not a list")
-    prompts: tuple[str, ...] = ()
-    for name, value in cells["prompt"]:
-        prompts = _prompts(name, value)
-        if require_prompt and not prompts:
-            raise UserError(f"{name} is empty")
+    name, value = next(iter(cells["prompt"]), ("", None))
+    prompts = () if value in (None, []) else captions_of(value)
+    if prompts is None:
+        raise UserError(f"{name} must be text, or a list of texts")
+    if require_prompt and not prompts:
+        raise UserError(f"{name} is empty")
     mask, rejected = (next(iter(images[role]), None) for role in ("mask", "rejected"))
     return Sample("", images["target"][0], tuple(images["control"]), prompts, mask, rejected)
 
 
-def _names_files(table: Table, name: str) -> bool:
-    """Return whether the texts of a column are names of existing files, or of images that may be missing."""
-    some = [one for value in islice(filter(None, table.values(name)), FIRST) for one in _parsed(value)]
-    return any(
-        os.path.isfile((table.folder or Path()) / one) or ("://" not in one and is_image(one))
-        for one in some
-        if isinstance(one, str)
-    )
+def names_images(values: Sequence[Any]) -> bool:
+    """Return whether any of the values of a column is the name of an image file."""
+    texts = (one for value in values for one in _parsed(value) if isinstance(one, str))
+    return any(is_image(one) and "://" not in one for one in texts)
 
 
 def _parsed(value: Any) -> list[Any]:
@@ -188,82 +176,58 @@ def _images(folder: Path, name: str, value: Any) -> list[ImageFile]:
     return found
 
 
-def _prompts(name: str, value: Any) -> tuple[str, ...]:
-    prompts = () if value in (None, []) else captions_of(value)
-    if prompts is None:
-        raise UserError(f"{name} must be text, or a list of texts")
-    return prompts
-
-
 # The columns of a table by role.
 
 
-def choose_columns(
-    place: str, columns: Sequence[str], images: Sequence[str], named: Mapping[str, Any], wanted: Sequence[str]
-) -> dict[str, list[str]]:
-    """Return the columns of each role of `WORDS`: as named, or guessed. Only controls may have several.
+def choose_columns(table: Table, named: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, list[str]]:
+    """Return the columns of each role: as named, or with a known name. Only controls may have several.
 
     Args:
-        named: for a role its column; for control also a list.
+        named: data.columns: for a role its column; for control also a list.
         wanted: roles that must have a column.
 
     Raises:
         UserError: a wanted column is missing, two are equally likely, or a named one does not exist.
     """
-    there = f"its columns are {', '.join(columns)}"
-    if unknown := [str(role) for role in named if role not in WORDS]:
-        raise UserError(f"data.columns: there is no {listing(unknown)}; choose from {', '.join(WORDS)}")
+    there = f"its columns are {', '.join(table.columns)}"
+    if unknown := [str(role) for role in named if role not in COMMON]:
+        raise UserError(f"data.columns: there is no {listing(unknown)}; choose from {', '.join(COMMON)}")
     found: dict[str, list[str]] = {}
-    for role in WORDS:
-        value = named.get(role)
-        names = [] if value in (None, "", []) else list(value) if isinstance(value, list | tuple) else [value]
-        if len(names) > 1 and role != "control":
-            raise UserError(f"data.columns.{role}={listing(list(map(str, names)))}: only control may have several")
-        if absent := [str(name) for name in names if name not in columns]:
-            raise UserError(f"{place} has no column {listing(absent)}, which data.columns names for {role}; {there}")
+    for role, value in named.items():
+        found[role] = list(value) if isinstance(value, list | tuple) else [value] if value else []
+        if len(found[role]) > 1 and role != "control":
+            raise UserError(f"data.columns.{role}={listing(list(map(str, value)))}: only control may have several")
+        if absent := [str(name) for name in found[role] if name not in table.columns]:
+            raise UserError(
+                f"{table.place} has no column {listing(absent)}, which data.columns names for {role}; {there}"
+            )
+    taken = [name for names in found.values() for name in names]
+    for role, names in table.names.items():
+        among = [name for name in (table.columns if role == "prompt" else table.images) if name not in taken]
         try:
-            among = columns if role == "prompt" else [name for name in images if name not in found.get("control", [])]
-            found[role] = names or _guess(role, among)
+            likely = (_spelled(spellings.split(), role, among) for spellings in names.split(","))
+            found[role] = found.get(role) or next(filter(None, likely), [])
         except UserError as error:
-            raise UserError(f"{place}: {error}; {there}: name it, as data.columns='{{{role}: NAME}}'") from error
-    if missing := [role for role in WORDS if role in wanted and not found[role]]:
+            raise UserError(f"{table.place}: {error}; {there}: name it, as data.columns='{{{role}: NAME}}'") from error
+    if missing := [role for role in wanted if not found[role]]:
         raise UserError(
-            f"{place} has no {listing([NOUNS[role] for role in missing])}; {there}: name them, as "
+            f"{table.place} has no {listing([NOUNS[role] for role in missing])}; {there}: name them, as "
             f"data.columns='{{{', '.join(f'{role}: NAME' for role in missing)}}}'"
         )
     return found
 
 
-def _guess(role: str, among: Sequence[str]) -> list[str]:
-    """Return the column of the likeliest word; for control all of that word by number (source, source_2, ...)."""
-    for wanted in WORDS[role]:
-        found: dict[int, str] = {}
-        for name in sorted(among, key=lambda name: name != wanted):  # the word itself comes first
-            word, number = _word_and_number(name, role)
-            if word == wanted:
-                first = found.setdefault(number, name)
-                if name not in (first, word) and first != word:
-                    raise UserError(f"{first} and {name} may both be the {role}")
-        if found:
-            return [found[number] for number in sorted(found)]
-    return []
-
-
-def _word_and_number(name: str, role: str) -> tuple[str, int]:
-    """Return the word of a column's name, and for control the number at its end; -1 without one, to come first.
-
-    A file's suffix (`source.jpg` and `prompt.txt` in tars) is left out, and so are words for files and images, if
-    something is left.
-    """
-    word, number = name.lower(), -1
-    for suffix in (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES):
-        word = word.removesuffix(suffix)
-    word = re.sub(r"[\s.-]+", "_", word)
-    if role == "control" and (match := _NUMBER.search(word)):
-        word, number = word[: match.start()], int(match[1])
-    for _ in range(2) if role != "prompt" else ():
-        word = _ENDINGS.sub("", word) or word
-    return word, number
+def _spelled(spellings: Sequence[str], role: str, among: Sequence[str]) -> list[str]:
+    """Return the column with one of these names; for control all of them by number (source, source_2, ...)."""
+    found: dict[int, str] = {}
+    for name in among:
+        match = _NAME.fullmatch(name.lower().replace(" ", "_"))
+        if match and match[1] in spellings and (match[2] is None or role == "control"):
+            number = int(match[2] or -1)
+            if number in found:
+                raise UserError(f"{found[number]} and {name} may both be the {role}")
+            found[number] = name
+    return [found[number] for number in sorted(found)]
 
 
 # Tables in text files.
@@ -272,8 +236,7 @@ def _word_and_number(name: str, role: str) -> tuple[str, int]:
 def file_table(path: Path) -> Table:
     """Return a .csv or .jsonl table, whose file names are relative to its folder.
 
-    Columns: see `COLUMNS`; control_file_name is a name or a JSON list, prompt a text, in JSON lines also a list. Other
-    names are guessed.
+    A value of a condition image is a name or a JSON list, a prompt a text, in JSON lines also a list.
 
     Raises:
         UserError: the table is malformed or has no rows.
@@ -283,18 +246,15 @@ def file_table(path: Path) -> Table:
     if not rows:
         raise UserError(f"{path} has no rows")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    named = {role: [name] for role, name in COLUMNS.items() if name in columns}
-    if "control" in named:
-        numbered = [name for name in columns if _NUMBER.sub("", name) == COLUMNS["control"]]
-        named["control"] = sorted(numbered, key=lambda name: _word_and_number(name, "control")[1])
+    values = {name: [row.get(name) for row in rows] for name in columns}
     return Table(
         place=str(path),
         rows=[f"row {number}" for number in range(1, len(rows) + 1)],
         columns=columns,
-        texts=columns,
-        values=lambda name: [row.get(name) for row in rows],
+        values=values.__getitem__,
+        images=[name for name in columns if name in FILE_COLUMNS.values() or names_images(values[name])],
         folder=path.parent,
-        named=named,
+        names={role: f"{FILE_COLUMNS.get(role, role)}, {names}" for role, names in COMMON.items()},
     )
 
 

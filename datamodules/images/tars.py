@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.images.captions import CAPTION_KEYS, captions_of, parsed, read_captions
-from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter
+from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter, unsupported
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
 from foundation.errors import UserError, listing
@@ -20,8 +20,6 @@ SUFFIX = ".tar"
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 # Folder and name up to the first dot, and the rest, as in WebDataset.
 _MEMBER = re.compile(r"((?:.*/)?[^/.]+)[.]([^/]+)")
-# Columns of X.jpg, and of the captions of X.
-IMAGE, CAPTIONS = "image", "txt"
 
 
 def is_tar(name: str) -> bool:
@@ -129,7 +127,7 @@ class _Scan:
         except OSError as error:
             raise UserError(f"cannot read {path}: {reason(error)}") from error
         for key in self.texts.keys() & self._others.keys() - self.images.keys():
-            self._doubt(key, f"{self._others[key]} is none of {FORMATS}")
+            self._doubt(key, unsupported(self._others[key]))
 
     def samples(self, per_line: bool) -> dict[str, dict[str, Any]]:
         """Return the columns of each sample that has an image and is not ambiguous."""
@@ -165,7 +163,7 @@ class _Scan:
         if match is None or info.isdir() or any(map(is_clutter, name.split("/"))):
             return
         key, (column, _, end) = nfc(match[1]), match[2].rpartition(".")
-        column, suffix = column or IMAGE, f".{end.lower()}"
+        column, suffix = column or "image", f".{end.lower()}"
         if not info.isreg() or info.sparse is not None:
             self._doubt(key, f"{name} is a link or a sparse file: repack it with tar --hard-dereference")
         elif suffix in IMAGE_SUFFIXES:
@@ -194,5 +192,5 @@ def _columns(texts: dict[str, Any], per_line: bool) -> dict[str, Any]:
             fields = {key: one for key, one in value.items() if not isinstance(one, dict)}
             found = {key: one for key, one in fields.items() if captions_of(one) is not None} | found
         if not isinstance(value, dict) or not value.keys().isdisjoint(CAPTION_KEYS):
-            captions[column if "." in column else CAPTIONS][name] = value
+            captions[column if "." in column else "txt"][name] = value
     return found | {column: list(read_captions(some, per_line)[0]) for column, some in captions.items()}

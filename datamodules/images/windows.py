@@ -2,21 +2,35 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.images.decoding import Sides, floor_size, open_image, open_mask, shrunk, size_of_area, to_tensor
+from datamodules.images.decoding import (
+    Sides,
+    floor_size,
+    open_image,
+    open_mask,
+    shrunk,
+    size_of_area,
+    to_bytes,
+    to_tensor,
+)
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
 SAME_PROPORTIONS = 0.02
 # The same for an image that is fitted into its target: it is cropped rather than smaller than that.
 FITS_EXACTLY = 0.08
+
+
+def same_proportions(one: Sides, other: Sides) -> bool:
+    """Return whether two images have the same proportions, and so may show the same view."""
+    return abs(math.log(one[0] / one[1] * other[1] / other[0])) <= SAME_PROPORTIONS
 
 
 def extends(target: Sides, control: Sides) -> bool:
@@ -121,7 +135,7 @@ class ConditionImages:
         condition_image_size: the same for the text encoder; None if it sees no images.
         most_area: largest area that the autoencoder sees; larger images are shrunk to it, their sides rounded down.
         crops: floor its own size by cropping the edges, instead of resizing.
-        whole_area: a single one is kept whole up to this area: its sides are rounded up by reflection.
+        whole_area: each is kept whole up to this area: its sides are rounded up by reflection; see `of_count`.
         fits_target: instead of its own size, each has the scale of the target and fits into it.
         alpha: the model sees and makes the alpha channel of images; else transparent parts are white.
     """
@@ -155,6 +169,10 @@ class ConditionImages:
         """
         return self.vae_image_size is not None
 
+    def of_count(self, count: int) -> Self:
+        """Return the rules for this many condition images and their target: only a single one is kept whole."""
+        return self if count == 1 else replace(self, whole_area=None)
+
     def size(self, width: int, height: int, max_area: int | None = None) -> Sides:
         """Return the (width, height) that the autoencoder sees, of at most about `max_area` pixels."""
         if self.vae_image_size is not None:
@@ -172,15 +190,9 @@ class ConditionImages:
 
     def window(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
         """Return the part of an image that the autoencoder sees; arguments as of `size`."""
-        size = self.size(width, height, max_area)
-        if not self.crops:
-            return Window.whole(size, flipped)
-        return Window.center(self.shrunk(width, height, max_area), size, flipped)
-
-    def alone(self, width: int, height: int, max_area: int | None = None, flipped: bool = False) -> Window:
-        """Return the window of a single condition image, or of a target with one; arguments as of `size`."""
         if self.whole_area is None:
-            return self.window(width, height, max_area, flipped)
+            size = self.size(width, height, max_area)
+            return Window.center(self.shrunk(width, height, max_area) if self.crops else size, size, flipped)
         own = (width, height) if max_area is None else shrunk(width, height, max_area)
         side = math.sqrt(self.whole_area)
         scale = min(1.0, side / math.sqrt(math.prod(own)), 2 * side / max(own))
@@ -202,6 +214,8 @@ class ConditionImages:
 
     def narrowed(self, window: Window) -> Window:
         """Return the part of a window that the autoencoder sees."""
+        if self.whole_area is not None:
+            return window
         size = self.size(*window.size)
         if not self.crops:
             return window._replace(size=size)
@@ -233,11 +247,10 @@ class ConditionImages:
         if area is None:
             return []
         # The size of a whole image follows from its own proportions, not from the autoencoder's rounded ones.
-        small = [
-            window.of(image, size_of_area(*(window.seen if window.cropped else image.size), area))
+        return [
+            to_bytes(window.of(image, size_of_area(*(window.seen if window.cropped else image.size), area)))
             for image, window in zip(images, windows, strict=True)
         ]
-        return [_in_8_bits(image) for image in small]
 
 
 @dataclass(frozen=True)
@@ -249,13 +262,8 @@ class SeenByBoth(ConditionImages):
         return True
 
     def _for_text(self, images: Iterable[Image.Image], windows: Iterable[Window]) -> list[Tensor]:
-        return [_in_8_bits(self._seen(window.of(image))) for image, window in zip(images, windows, strict=True)]
+        return [to_bytes(self._seen(window.of(image))) for image, window in zip(images, windows, strict=True)]
 
     def _seen(self, image: Image.Image) -> Image.Image:
         """Return the autoencoder's image as the text encoder sees it."""
         return image
-
-
-def _in_8_bits(image: Image.Image) -> Tensor:
-    """Return (C, H, W) in 8 bits."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

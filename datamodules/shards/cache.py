@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from datamodules.shards.tar import OpenShard, Part, Row, parse_part, part_path, salvage, write_part
-from datamodules.shards.transfer import Bucket
+from datamodules.shards.transfer import Bucket, Result
 from foundation.files import DAMAGED, file_sha256, reading, remove_temporary, replacing
 from foundation.hashes import FileHashes, Hashed
 from foundation.locks import in_use, one_at_a_time
 from foundation.stores import working_folder
 
 log = logging.getLogger("retouch")
-
-Parsed = TypeVar("Parsed")
 
 # Increased when the shard format changes.
 FORMAT = 3
@@ -70,7 +68,11 @@ class Folder:
     def __str__(self) -> str:
         return str(self.path)
 
-    def read(self, name: str, parse: Callable[[bytes], Parsed]) -> Parsed | None:
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file by its name."""
+        return {path.name: path.stat().st_size for path in self.path.glob("*") if path.is_file()}
+
+    def read(self, name: str, parse: Callable[[bytes], Result]) -> Result | None:
         """Return the parsed bytes of a file, None if there is none; raises a UserError if it is damaged."""
         path = self.path / name
         with reading(path, REMEDY):
@@ -93,8 +95,9 @@ class Cache:
     """The tars of one fingerprint in a folder.
 
     Args:
-        folder: named by the fingerprint.
+        folder: named by the fingerprint; tars are written here.
         parts: the settings that the fingerprint is computed from.
+        source: the place of complete tars; None for the folder.
 
     Attributes:
         on_disk: whether the tars stay on this machine.
@@ -102,13 +105,14 @@ class Cache:
 
     on_disk = True
 
-    def __init__(self, folder: Path, parts: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, parts: Mapping[str, Any], source: Bucket | None = None) -> None:
         self.folder = folder
         self.parts = dict(parts)
+        self.source = source or Folder(folder)
         self._locks = ExitStack()
 
     def __str__(self) -> str:
-        return str(self.folder)
+        return str(self.source)
 
     def index_parts(self) -> Iterator[Part]:
         """Yield the part of the index about each complete tar.
@@ -116,9 +120,13 @@ class Cache:
         Raises:
             UserError: a part is damaged.
         """
-        for path in sorted(self.folder.glob("latents-*.jsonl")):
-            with reading(path, REMEDY):
-                yield parse_part(path.read_bytes(), path.with_suffix(".tar").name)
+        sizes = self.source.sizes()
+        for name in sorted(sizes):
+            tar = str(Path(name).with_suffix(".tar"))
+            if name.startswith("latents-") and name.endswith(".jsonl") and tar in sizes:
+                part = self.source.read(name, partial(parse_part, tar=tar))
+                if part is not None and sizes[tar] == part.facts["bytes"]:
+                    yield part
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all complete tars."""
@@ -131,8 +139,8 @@ class Cache:
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest; one without shards if it is missing or damaged."""
-        with suppress(FileNotFoundError, *DAMAGED):
-            return parse_manifest((self.folder / MANIFEST).read_bytes())
+        with suppress(*DAMAGED):
+            return parse_manifest(self.source.read(MANIFEST, bytes) or b"")
         return {"shards": {}}
 
     def file_hashes(self) -> FileHashes:
@@ -247,20 +255,8 @@ class BucketCache(Cache):
     on_disk = False
 
     def __init__(self, folder: Path, parts: Mapping[str, Any], bucket: Bucket) -> None:
-        super().__init__(folder, parts)
+        super().__init__(folder, parts, bucket)
         self.bucket = bucket
-
-    def __str__(self) -> str:
-        return str(self.bucket)
-
-    def index_parts(self) -> Iterator[Part]:
-        sizes = self.bucket.sizes()
-        for name in sorted(sizes):
-            tar = str(Path(name).with_suffix(".tar"))
-            if name.startswith("latents-") and name.endswith(".jsonl") and tar in sizes:
-                part = self.bucket.read(name, partial(parse_part, tar=tar))
-                if part is not None and sizes[tar] == part.facts["bytes"]:
-                    yield part
 
     def new_shard(self, rank: int) -> OpenShard:
         # The numbers of the tars in the bucket are not known here.
@@ -288,11 +284,6 @@ class BucketCache(Cache):
             else:
                 tar.unlink()
                 part_path(tar).unlink()
-
-    def manifest(self) -> dict[str, Any]:
-        with suppress(*DAMAGED):
-            return parse_manifest(self.bucket.read(MANIFEST, bytes) or b"")
-        return {"shards": {}}
 
     def merge(self) -> None:
         super().merge()

@@ -1,7 +1,6 @@
 """A folder in a bucket or on a server: its objects are read and written with retries."""
 
 import hashlib
-import io
 import itertools
 import logging
 import time
@@ -10,13 +9,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError
 
 from foundation.errors import UserError, without_credentials
-from foundation.files import DAMAGED, reason, replacing
+from foundation.files import DAMAGED, file_sha256, reason, replacing
 from foundation.stores import failure, is_bucket_absent, kind_of, locate
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ class Bucket:
     """A folder behind a URL.
 
     Args:
-        url: of the folder: s3://, gs:// or az://; https:// and file:// can only be read.
-        setting: that specifies it, for messages.
+        url: the folder: s3://, gs:// or az://; https:// and file:// can only be read.
+        setting: name of the setting that contains it, for messages.
         writes: whether it will be written to.
     """
 
@@ -65,7 +64,7 @@ class Bucket:
         """Return the result of `work`, with several attempts.
 
         Args:
-            name: of the object, for messages; empty for the whole folder.
+            name: the object, for messages; empty for the whole folder.
             done: read or written, for messages.
 
         Raises:
@@ -162,9 +161,9 @@ class Bucket:
         """Create or replace an object by a file or by bytes."""
 
         def put() -> None:
-            with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-                checked = {CHECKSUM: _sha256(file)}
-                obstore.put(self.store, self.prefix + name, file, attributes=checked, max_concurrency=UPLOADED_PARTS)
+            sha256 = hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else file_sha256(content)
+            attributes = {CHECKSUM: sha256}
+            obstore.put(self.store, self.prefix + name, content, attributes=attributes, max_concurrency=UPLOADED_PARTS)
 
         self.attempt(put, name, "written")
 
@@ -179,10 +178,3 @@ def _compare(got: "GetResult", name: str, sha256: str) -> None:
     """Raise a DamagedError unless an object is as it was uploaded; one of another program may have no checksum."""
     if got.attributes.get(CHECKSUM, sha256) != sha256:
         raise DamagedError(f"{name} is not as it was uploaded")
-
-
-def _sha256(file: BinaryIO) -> str:
-    """Return the checksum of an open file, which is then at its start again."""
-    digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
-    file.seek(0)
-    return digest.hexdigest()

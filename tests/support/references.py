@@ -371,7 +371,7 @@ def raw_sample(module, images: Images, folder, index=0, target=(48, 32), prompts
         paths.append(folder / f"{index}-{place}.png")
         image.save(paths[-1])
     rules = module.condition_images
-    window_of = rules.alone if len(images) == 1 else rules.window
+    window_of = rules.of_count(len(images)).window
     windows = [rules.fitted(one.size, target) if rules.fits_target else window_of(*one.size) for one in images]
     controls, seen = module.condition_images.load(paths, windows)
     picture = photograph(("coffee", "retina")[index], *target)

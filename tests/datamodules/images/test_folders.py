@@ -39,7 +39,7 @@ def captioned_in(*roots, instance=None):
 def incomplete(root, **settings):
     """The lines about incomplete samples, without the root and the list of formats."""
     lines = found_in(root, **settings).incomplete
-    return [line.replace(f"{root}/", "").partition(" is none of .")[0] for line in lines]
+    return [line.replace(f"{root}/", "").partition(" has an unsupported format")[0] for line in lines]
 
 
 @pytest.mark.parametrize(

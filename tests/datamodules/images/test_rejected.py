@@ -11,7 +11,7 @@ from PIL import Image
 from datamodules.images.inspection import Kind, inspect_sample
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
-from datamodules.images.tables import choose_columns
+from datamodules.images.tables import Table, choose_columns
 from datamodules.pairs import PairDataset, collate_pixels
 from foundation.errors import UserError
 from tests.support.commands import compose
@@ -32,7 +32,8 @@ def test_folders_and_columns_have_them(root):
     found = find_samples([Root(root)])
     assert [one.rejected and one.rejected.name for one in found.samples] == ["00.png", "01.png", None]
     columns = ["source_image", "chosen_image", "rejected_image", "instruction"]
-    roles = choose_columns("x", columns, columns[:3], {}, ["control", "target", "prompt"])
+    table = Table("x", [], columns, lambda name: [], columns[:3])
+    roles = choose_columns(table, {}, ["control", "target", "prompt"])
     assert (roles["target"], roles["rejected"]) == (["chosen_image"], ["rejected_image"])
 
 

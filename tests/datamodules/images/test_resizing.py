@@ -99,7 +99,7 @@ def test_training_sees_an_image_at_the_size_of_prediction(model, width, height, 
     [view] = views(
         framing("exact", condition_images=images), *[(width, height)] * (1 + count), root=Root("", resolution=(side,))
     )
-    seen = (images.alone if count == 1 else images.window)(width, height, side**2)
+    seen = images.of_count(count).window(width, height, side**2)
     assert view.windows == (seen,) * (1 + count)
     if (model, width, height) == ("flux2", 3660, 1937):
         assert seen.size == (1392, 736)

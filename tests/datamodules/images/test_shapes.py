@@ -13,7 +13,7 @@ from datamodules.images.shapes import (
     DRAWN,
     EDITS,
     HELD_BACK,
-    KNOWN,
+    KNOWN_EDITS,
     Edit,
     Scene,
     Shape,
@@ -62,7 +62,7 @@ def test_moving_shifts_the_shape():
 
 
 def test_held_back_edits_are_not_among_the_known(tmp_path):
-    known = {sample.prompts[0] for sample in drawn(tmp_path, [e.__name__ for e in KNOWN], 500, 0).samples}
+    known = {sample.prompts[0] for sample in drawn(tmp_path, [e.__name__ for e in KNOWN_EDITS], 500, 0).samples}
     for held_back in HELD_BACK:
         assert edit(held_back.__name__).prompt not in known
     words = {word for prompt in known for word in prompt.split()}

@@ -9,7 +9,7 @@ import pytest
 
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_captioned, find_samples
-from datamodules.images.tables import choose_columns
+from datamodules.images.tables import Table, choose_columns
 from foundation.errors import UserError
 from tests.support.stored import picture
 
@@ -41,27 +41,31 @@ SETS = {
         ("target", ["source_image"], "caption", []),
     ),
 }
-PAIRS = ["target", "control", "prompt"]
+PAIRS = ["control", "target", "prompt"]
 THREE = ["image", "source", "text"]
 
 
+def table(columns, images):
+    return Table("t", [], columns, lambda name: [], images)
+
+
 @pytest.mark.parametrize("name", SETS)
-def test_columns_of_known_sets_are_guessed(name):
+def test_columns_of_well_known_sets_are_known(name):
     there, images, (target, controls, prompt, mask) = SETS[name]
-    found = choose_columns(name, there, images, {}, PAIRS)
+    found = choose_columns(table(there, images), {}, PAIRS)
     assert (found["target"], found["control"], found["prompt"]) == ([target], controls, [prompt])
     assert found["mask"] == mask
 
 
-def test_named_columns_win_and_a_bare_edit_is_the_last_guess_of_a_prompt():
+def test_named_columns_win_and_a_bare_edit_is_the_last_name_of_a_prompt():
     given = {"control": ["b", "a"], "target": "image_2", "prompt": "words"}
     there = ["a", "b", "image", "image_2", "words", "prompt"]
-    found = choose_columns("x", there, there[:4], given, PAIRS)
+    found = choose_columns(table(there, there[:4]), given, PAIRS)
     assert (found["target"], found["control"], found["prompt"]) == (["image_2"], ["b", "a"], ["words"])
     for word in ("prompt", "caption", "text", "instruction", "edit_prompt", "description"):
         columns = ["image", "source", "edit", word]
-        assert choose_columns("t", columns, ["image", "source"], {}, PAIRS)["prompt"] == [word]
-    assert choose_columns("t", ["image", "source", "edit"], ["image", "source"], {}, PAIRS)["prompt"] == ["edit"]
+        assert choose_columns(table(columns, ["image", "source"]), {}, PAIRS)["prompt"] == [word]
+    assert choose_columns(table(["image", "source", "edit"], ["image", "source"]), {}, PAIRS)["prompt"] == ["edit"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,8 @@ def test_named_columns_win_and_a_bare_edit_is_the_last_guess_of_a_prompt():
         (
             ["a", "b"],
             {},
-            "t has no column of condition images, column of targets, column of prompts; its columns are a, b",
+            "t has no column of condition images, column of targets, column of prompts; its columns are a, b: name "
+            "them, as data.columns='{control: NAME, target: NAME, prompt: NAME}'",
         ),
         (THREE, {"control": "src"}, "has no column src, which data.columns names for control; its"),
         (THREE, {"goal": "image"}, "there is no goal; choose from control, target, prompt, mask"),
@@ -79,7 +84,7 @@ def test_named_columns_win_and_a_bare_edit_is_the_last_guess_of_a_prompt():
 )
 def test_missing_and_ambiguous_columns_are_answered_with_the_existing_ones(there, given, message):
     with pytest.raises(UserError) as error:
-        choose_columns("t", there, there, given, PAIRS)
+        choose_columns(table(there, there), given, PAIRS)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -99,7 +104,7 @@ OURS = {"file_name": "a.png", "control_file_name": "b.png", "prompt": "make it s
 
 
 @pytest.mark.parametrize(("word", "value"), [("instruction", "words"), ("control", "s.png")])
-def test_our_names_win_over_every_guess(tmp_path, word, value):
+def test_our_names_win_over_all_others(tmp_path, word, value):
     root = write(tmp_path, **{word: value}, **OURS, mask_file_name="m.png")
     found = find_samples([root])
     assert found.incomplete == []

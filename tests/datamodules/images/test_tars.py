@@ -127,7 +127,7 @@ def test_members_in_doubt_are_incomplete_and_those_of_systems_are_passed_over(tm
         "0001.json is not JSON",
         "0000.txt is there twice",
         "0003.mask.png is a link",
-        "0002.source.heic is none of",
+        "0002.source.heic has an unsupported format",
         f"0005.target.PNG and {tar}:0005.target.png are both its target: keep one",
         "hold different captions of one image",
     ):
