@@ -29,7 +29,7 @@ from datamodules.sampler import SizeBatchSampler
 from foundation.errors import UserError, count_of
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.edit_module import EditModule
-from lightning_modules.estimation.flops import CARDS, duration, empty_latents, matrix_peak, sample_flops
+from lightning_modules.estimation.flops import duration, empty_latents, matrix_peak, sample_flops
 from lightning_modules.estimation.memory import (
     FakeStep,
     Heaviest,
@@ -179,14 +179,12 @@ def base_on_disk(base: FrozenBase, encoders: Iterable[str]) -> str:
 
 
 def _time(flops: float, steps: int, samples: float) -> str:
-    """Return how long steps of so many samples take by arithmetic, on known cards or on this machine's."""
-    cards = dict(CARDS)
+    """Return the work of steps of so many samples, and on this machine's GPU its estimated time."""
+    work = steps * samples * flops
+    known = f"{work / 1e15:,.0f} PFLOP; docs/speed.md lists measured times"
     if torch.cuda.is_available():
-        cards = {f"this {torch.cuda.get_device_name(0)}": matrix_peak(torch.device("cuda"))}
-    took = [f"{duration(steps * samples * flops, peak)} on {card}" for card, peak in cards.items()]
-    return (
-        f"{steps:,} steps of {samples:.3g} sample{'' if samples == 1 else 's'}: by arithmetic about {', '.join(took)}"
-    )
+        known = f"about {duration(work, matrix_peak(torch.device('cuda')))} on this {torch.cuda.get_device_name(0)}"
+    return f"{steps:,} steps of {samples:.3g} sample{'' if samples == 1 else 's'}: {known}"
 
 
 def _sum(parts: dict[str, int], total: int | None = None) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.filesize import decimal
@@ -38,7 +37,7 @@ from lightning_modules.lora_files.writing import FORMATS, export_dtype, write
 from report.origin import published
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
-from tasks.models import KnownModel, model_for
+from tasks.models import KnownModel, model_for, without_network
 
 # Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5
@@ -252,8 +251,8 @@ def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str)
     table.add_row("dtype", stored + ("" if error < FLOAT32_ERROR else f", {error:.2%} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
-    family: type[Any] = get_class(model.settings._target_)
-    for reader in readers(format, model.names, lora.deltas, family.pipeline_name, lora.kind):
+    module = without_network(model.settings)
+    for reader in readers(path, format, model.names, module.pipeline_name, module.base.source.meta):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 

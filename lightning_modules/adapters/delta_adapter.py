@@ -14,7 +14,7 @@ from lightning_modules.adapters.peft_layers import ADAPTER, layer_of
 from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets
 from lightning_modules.family import ALIKE, Layers
 from lightning_modules.lora_files import writing
-from lightning_modules.lora_files.compatibility import IN_DIFFUSERS, loader_of, read_back
+from lightning_modules.lora_files.compatibility import IN_DIFFUSERS, loader_of, readers
 from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames
@@ -134,7 +134,8 @@ class DeltaAdapter(Adapter):
 
     def check_written(self, folder: Path, base: FrozenBase) -> str:
         pipeline_name = base.family_class.pipeline_name
-        return read_back(folder / WEIGHTS_NAME, base.layer_names, pipeline_name, base.source.meta)
+        found = readers(folder / WEIGHTS_NAME, "diffusers", base.layer_names, pipeline_name, base.source.meta)
+        return "; ".join(f"{one.program}: {one.verdict}" for one in found)
 
     def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
         return {"lora": run}

@@ -19,8 +19,6 @@ from lightning_modules.pretrained.frozen_base import FrozenBase
 # Share of the peak of matrix products that training reaches. FLUX Kontext at 1024 pixels with full checkpointing, on an
 # H100: 0.29 eager with FlashAttention-2, 0.48 compiled (docs/speed.md).
 UTILISATION = 0.4
-# FLOP/s of dense bf16 products, from NVIDIA's data sheets.
-CARDS = {"an RTX 4090": 165e12, "an H100": 989e12}
 # A caption of usual length, for families whose prompts are not padded.
 CAPTION = 80 * "x"
 

@@ -50,7 +50,7 @@ class NativeNames(NamedTuple):
         layers: by native name the layers of diffusers, whose outputs the native layer concatenates.
         read_only: further names in files. LoRAs are not written with them; whole models are, if `layers` has none.
         swapped: layers of diffusers whose native counterparts have the two halves of the outputs in reverse order.
-        readers: which programs know these names, a key of the tables in compatibility.py.
+        readers: the model in compatibility.py's rules for ComfyUI.
         saved: native names in the files of runs as well, if ComfyUI reads no others and diffusers converts these; it
             reads a LoKr by its own names only.
         tensors: by native name the tensors outside of linear layers; of several names of one, the first is written.
