@@ -1,24 +1,22 @@
 """task=average: the weighted mean of a run's LoRA files, like an EMA of any length over its training."""
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
 from cli.terminal import log
 from foundation.errors import UserError
-from foundation.files import replacing
-from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME, LoRAFile, find_or_download
-from lightning_modules.lora_files.writing import require_finite
+from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download
+from lightning_modules.lora_files.writing import require_finite, save
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
+from tasks.export import require_free
 from tasks.lora_info import shown
 
 
@@ -28,8 +26,7 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
     folders = {std: output_dir / f"std-{std:g}" if len(deviations) > 1 else output_dir for std in deviations}
     paths = {std: folder / WEIGHTS_NAME for std, folder in folders.items()}
     for path in paths.values():
-        if path.exists() and not cfg.overwrite:
-            raise UserError(f"{path} exists: choose another output_dir=FOLDER, or replace it by overwrite=true")
+        require_free(path, cfg.overwrite)
     files = _files_by_step(cfg)
     steps = list(files)
     averaged = "ema" in (files[steps[0]].header or {})
@@ -42,9 +39,7 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
         require_finite(tensors, "and train again")
         facts = {"relative_std": std, "steps": steps, "weights": weights}
         header = {**(files[steps[-1]].header or {}), "average": facts}
-        blob = safetensors.torch.save(tensors, {HEADER_KEY: json.dumps(header, sort_keys=True)})
-        with replacing(path) as temporary:
-            temporary.write_bytes(blob)
+        save(path, tensors, header)
         log.info(f"done: {path} (relative_std={std:g}; {weights[-1]:.1%} of it is the last file)")
 
 
@@ -63,7 +58,7 @@ def _files_by_step(cfg: DictConfig) -> dict[int, LoRAFile]:
         step = header.get("step")
         if "average" in header or "export" in header or not isinstance(step, int) or step < 1:
             raise UserError(
-                f"task=average: {file.path} was not saved by a training run, and has no step of it. Give "
+                f"task=average: {file.path} was not saved by a training run at one of its steps. Give "
                 "lora=outputs/RUN; task=export merge=[...] adds up any LoRAs"
             )
         if step in files:
@@ -83,7 +78,7 @@ def _files_by_step(cfg: DictConfig) -> dict[int, LoRAFile]:
 
 
 def _raw_folders(run: Path) -> list[Path]:
-    """Return the folders of a run's LoRA files; with an EMA, those of its raw weights."""
+    """Return the folders of a run's LoRA files; with an EMA, of its raw weights."""
     folders = RunFolder(run).saved_steps("lora").values()
     raw = [folder.with_name(f"{folder.name}-raw") for folder in folders]
     return [one if one.is_dir() else folder for one, folder in zip(raw, folders, strict=True)]

@@ -43,7 +43,7 @@ from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import component_origin, meta_component, stored_bytes
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.quantization.quantization import FORMATS, Quantization
+from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantization
 from runs.run_folder import RunFolder
 from tasks.fit import check_samples, run_settings
 from tasks.models import without_network
@@ -250,7 +250,7 @@ def expected_quantization(source: TransformerSource) -> Quantization | None:
     format, own = source.expected_precision, source.quantization
     if own is not None and own.format == format:
         return own
-    return Quantization(format, (), ["transformer"], False) if format in FORMATS else None
+    return Quantization(format, (), ["transformer"], False) if format in QUANTIZATIONS else None
 
 
 def weight_bytes(source: TransformerSource) -> int:
@@ -268,7 +268,7 @@ def offloaded_bytes(source: TransformerSource) -> int:
         if not isinstance(layer, nn.Linear):
             return 0
         converted = quantization is not None and quantization.converts(name, layer)
-        bits = int(FORMATS[quantization.format].bits) if quantization and converted else 8 * source.dtype.itemsize
+        bits = int(QUANTIZATIONS[quantization.format].bits) if quantization and converted else 8 * source.dtype.itemsize
         return layer.weight.numel() * bits // 8  # the scales of 4-bit blocks are not streamed
 
     streamed = streamed_blocks(source.meta, source.streamed).items()

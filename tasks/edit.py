@@ -27,7 +27,7 @@ from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
 from runs.signals import stop
-from tasks.models import Header, header_here, model_settings
+from tasks.models import Header, header_here, is_given, model_settings
 
 KEPT: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)  # model and settings, if it stays loaded
 
@@ -119,11 +119,16 @@ def lora_weights(cfg: DictConfig, count: int, scales: list[float]) -> list[float
             f"lora_scale={cfg.lora_scale} for {count} LoRAs is ambiguous. For a strength of each LoRA write "
             f"lora_weights={cfg.lora_scale}; for an image of all at each scale add lora_weights={[1] * count}."
         )
-    if cfg.lora_weights is None:
+    return weights_of(cfg, "lora_weights", count)
+
+
+def weights_of(cfg: DictConfig, key: str, count: int) -> list[float] | None:
+    """Return the weights of so many LoRAs, None if the setting is null; raise a UserError if their numbers differ."""
+    if cfg[key] is None:
         return None
-    weights = [float(weight) for weight in as_list(cfg, "lora_weights")]
+    weights = [float(weight) for weight in as_list(cfg, key)]
     if len(weights) != count:
-        raise UserError(f"lora_weights={cfg.lora_weights} does not fit lora=, which names {count}. Give each LoRA one.")
+        raise UserError(f"{key}={cfg[key]}: {len(weights)} for {count} LoRAs. Give one for each.")
     return weights
 
 
@@ -140,8 +145,7 @@ def note_unused_area(cfg: DictConfig, module: Any) -> None:
     """Warn if max_area on the command line has no effect."""
     images = module.condition_images
     most = images.vae_image_size or images.most_area or math.inf
-    given = any(override.startswith("max_area=") for override in HydraConfig.get().overrides.task)
-    if given and (cfg.image is None or cfg.max_area > most):
+    if is_given("max_area") and (cfg.image is None or cfg.max_area > most):
         limit = "no image is shrunk to it" if cfg.image is None else f"{module.base.name} sees at most {most} pixels"
         log.warning(f"note: max_area={cfg.max_area} has no effect: {limit}")
 

@@ -44,7 +44,7 @@ class KnownModel(NamedTuple):
 def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
     """Return the model of model=, of the first header, or that the files fit; raise a UserError without one."""
     overrides = HydraConfig.get().overrides.task
-    chosen = any(override.startswith("model=") for override in overrides)
+    chosen = is_given("model")
     trained = ((files[0].header or {}).get("model") or {}) if files else {}
     if chosen or trained:
         name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained.get("name"))
@@ -62,6 +62,11 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
         f"the LoRA {files[0].path} fits none of the models that Retouch knows: pass model=NAME "
         "model.pretrained_model_name_or_path=FOLDER"
     )
+
+
+def is_given(key: str) -> bool:
+    """Return whether the command sets a key or chooses a group's file."""
+    return any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.task)
 
 
 def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
@@ -118,7 +123,7 @@ def header_here(file: LoRAFile) -> Header:
 def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
     """Return the settings of the model that the first LoRA was trained on, with those of the command line."""
     trained = flat_settings(((headers or [None])[0] or {}).get("model") or {})
-    if any(override.startswith("model=") for override in overrides) or not trained:
+    if is_given("model") or not trained:
         return cfg.model
     name = str(trained.get("name"))
     if name not in _names():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_modules.quantization.linear import QuantizationFormat
-from lightning_modules.quantization.quantization import FORMATS
+from lightning_modules.quantization.quantization import QUANTIZATIONS
 from tests.support.commands import metrics, short
 
 FAMILY = '''
@@ -162,5 +162,5 @@ def test_quantization_format_is_a_row(run, tiny, pairs, tmp_path, monkeypatch):
     asked = ["model=flux_kontext", "model/quantization=fp8", "model.quantization.format=rounded"]
     arguments = [*asked, *short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=64"]
     row = QuantizationFormat(7.0, Rounded, lambda *_: None, [], "no other tensors", [])
-    monkeypatch.setitem(FORMATS, "rounded", row)
+    monkeypatch.setitem(QUANTIZATIONS, "rounded", row)
     assert "(rounded)" in run("train", *arguments).text

@@ -15,7 +15,7 @@ from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import Kronecker, common_kind
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import DORA_SCALE, FORMATS
+from lightning_modules.lora_files.writing import DORA_SCALE, LORA_FORMATS
 
 # Kinds of deltas that diffusers reads.
 IN_DIFFUSERS = ("LoRA", "DoRA", "LoKr")
@@ -56,9 +56,9 @@ def readers(path: Path, format: str, names: LayerNames, pipeline_name: str, tran
     """Return the verdict of each program on a file.
 
     Args:
-        format: its format, a key of `FORMATS`.
+        format: a key of `LORA_FORMATS`.
         pipeline_name: the model's pipeline in diffusers.
-        transformer: the model's, without an adapter, on the meta device; it stays unchanged.
+        transformer: the model's transformer without an adapter, on the meta device; it stays unchanged.
 
     Raises:
         UserError: diffusers does not read a LoRA in its own format.
@@ -88,14 +88,14 @@ def in_comfyui(format: str, names: LayerNames, layers: Collection[str], kind: st
     joined = names.readers == "qwen21" and any(map(COMFYUI_JOINED.search, layers))
     saved = tuple(layer for group in names.saved.values() for layer in group if kind != "LoKr")
     # It knows other layers of these models by their native names only.
-    like_flux = names.readers in ("flux", "flux2", "flux3", "longcat") and not FORMATS[format].native
+    like_flux = names.readers in ("flux", "flux2", "flux3", "longcat") and not LORA_FORMATS[format].native
     known = saved if names.saved else COMFYUI_LAYERS
     problem = ""
     if kind == "OFT":
         problem = f"its OFT rotates outputs, and this one inputs; {FUSE}"
     elif format == "peft" or (names.readers, format) in (("z_image", "kohya"), ("flux3", "onetrainer")):
         problem = "it does not know these names; use format=comfyui"
-    elif kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
+    elif kind == "DoRA" and LORA_FORMATS[format].magnitude != DORA_SCALE:
         problem = f"it ignores lora_magnitude_vector, half of the DoRA; {FUSE if joined else 'use format=comfyui'}"
     elif joined and format not in ("diffusers", "onetrainer"):
         fix = FUSE if kind == "DoRA" else "use format=diffusers"
@@ -110,7 +110,7 @@ def loading_call(pipeline_name: str, kind: str = "LoRA", format: str = "diffuser
     """Return the call by which diffusers reads a file."""
     if loader_of(pipeline_name, kind, format) is not None:
         return "pipe.load_lora_weights(...)"
-    prefix = FORMATS[format].prefix.removesuffix(".")
+    prefix = LORA_FORMATS[format].prefix.removesuffix(".")
     return f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)"
 
 
@@ -137,7 +137,7 @@ def problem_in_diffusers(
     where: dict[str, Any] = {"weight_name": path.name, "adapter_name": "check"}
     try:
         if loader is None:
-            copy.load_lora_adapter(path.parent, prefix=FORMATS[format].prefix.removesuffix("."), **where)
+            copy.load_lora_adapter(path.parent, prefix=LORA_FORMATS[format].prefix.removesuffix("."), **where)
         else:
             type("Pipeline", (TransformerOnly, loader), {})(copy).load_lora_weights(path.parent, **where)
     except Exception as error:  # another library's loader may raise anything

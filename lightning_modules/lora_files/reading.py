@@ -20,7 +20,7 @@ from foundation.files import kind_of_file, read_bytes, reading
 from foundation.hub import repository_file
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import make_delta, matching_kinds
-from lightning_modules.lora_files.names import UNREAD, LayerNames, Meaning, ignored, split_key
+from lightning_modules.lora_files.names import OTHER_ADAPTERS, LayerNames, Meaning, ignored, split_key
 
 log = logging.getLogger("retouch")
 
@@ -28,7 +28,7 @@ log = logging.getLogger("retouch")
 HEADER_KEY = "retouch"
 # Key under which diffusers' own trainers store peft's settings.
 DIFFUSERS_KEY = "lora_adapter_metadata"
-REMEDY = "name a LoRA's safetensors file, or download it again"
+NAME_ANOTHER = "name a LoRA's safetensors file, or download it again"
 CORRECT = "Correct the wrong one, or download both again"
 # Bytes; a LoRA of thousands of layers has a header of about one million.
 LARGEST_HEADER = 10 * 10**6
@@ -60,7 +60,7 @@ _compiled = lru_cache(4096)(regex.compile)
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 # The name of one of peft's adapters.
-ADAPTER = re.compile(r"\.lora_[AB]\.([^.]+)\.weight$")
+NAMED_ADAPTER = re.compile(r"\.lora_[AB]\.([^.]+)\.weight$")
 # owner/name, or owner/name/FILE.
 ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
@@ -125,15 +125,15 @@ class LoRAFile:
 
     Attributes:
         metadata: the header's entries other than tensors.
-        shapes: of its tensors.
-        dtypes: of its tensors, by safetensors' names.
+        shapes: the shape of each tensor.
+        dtypes: safetensors' name of each tensor's dtype.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with reading(self.path, REMEDY):
+        with reading(self.path, NAME_ANOTHER):
             if kind := kind_of_file(path):
-                raise UserError(f"{path} is {kind}; {REMEDY}")
+                raise UserError(f"{path} is {kind}; {NAME_ANOTHER}")
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if LARGEST_HEADER < length <= path.stat().st_size:
@@ -150,7 +150,7 @@ class LoRAFile:
     @contextmanager
     def opened(self) -> Iterator[Callable[[str], Tensor]]:
         """Yield a function that reads a tensor by its name."""
-        with reading(self.path, REMEDY), safetensors.safe_open(self.path, framework="pt") as file:
+        with reading(self.path, NAME_ANOTHER), safetensors.safe_open(self.path, framework="pt") as file:
             yield file.get_tensor
 
     @cached_property
@@ -158,7 +158,7 @@ class LoRAFile:
         """The facts about the run that Retouch wrote into the file; None for other programs' files."""
         if HEADER_KEY not in self.metadata:
             return None
-        with reading(self.path, REMEDY):
+        with reading(self.path, NAME_ANOTHER):
             header = _json_object(self.metadata[HEADER_KEY])
             parts = [header.get(name) for name in ("adapter", "model", "export")]
             parts += [(parts[0] or {}).get("rank_schedule"), (parts[1] or {}).get("quantization")]
@@ -179,9 +179,9 @@ class LoRAFile:
 
     @cached_property
     def parts(self) -> dict[str, dict[str, str]]:
-        """Names of each layer's tensors (alpha and those of the delta), by the file's name of the layer."""
+        """Names of each layer's tensors (its delta's and alpha), by the file's name of the layer."""
         layers: dict[str, dict[str, str]] = {}
-        others, adapters = [], {one[1]: key for key in self.shapes if (one := ADAPTER.search(key))}
+        others, adapters = [], {one[1]: key for key in self.shapes if (one := NAMED_ADAPTER.search(key))}
         if len(adapters) > 1:
             raise self._error(f"contains several adapters ({_some_keys([*adapters.values()])}). Name one")
         for key in self.shapes:
@@ -195,7 +195,7 @@ class LoRAFile:
             else:
                 layers[name][part] = key
         others += [key for parts in layers.values() if not matching_kinds(parts) for key in parts.values()]
-        of = next((f" of {kind}" for word, kind in UNREAD.items() if any(word in key for key in others)), "")
+        of = next((f" of {kind}" for word, kind in OTHER_ADAPTERS.items() if any(word in key for key in others)), "")
         if others and not layers and not of:
             raise UserError(
                 f"{self.path} is not a LoRA: it has {_some_keys(sorted(others))}. A model's own weights are set by "
@@ -214,7 +214,7 @@ class LoRAFile:
     @cached_property
     def empty(self) -> dict[str, Delta]:
         """Each layer's delta on the meta device, by the file's name of the layer."""
-        with reading(self.path, REMEDY):
+        with reading(self.path, NAME_ANOTHER):
             settings = [item for one in self._peft_settings.values() for item in one.items()]
         for name, value in sorted(settings, key=lambda item: item[0] != "peft_type"):
             if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
@@ -325,7 +325,7 @@ class LoRAFile:
 
 
 def _split(whole: Delta, meaning: Meaning, names: LayerNames) -> dict[str, Delta]:
-    """Split a delta into those of the layers that its name stands for; an unchanged layer has none."""
+    """Split a delta into one per layer that its name stands for, except for unchanged layers."""
     if len(meaning.layers) == 1 and not meaning.swapped:
         return {meaning.layers[0]: whole}
     widths = [one.out_features for one in names.shapes_of(meaning.layers)]

@@ -40,11 +40,11 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The dtypes by their names in safetensors.
 FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
 # The largest values that weights, inputs and gradients are scaled to.
-LARGEST = {E4M3: 448.0, torch.int8: 127.0}
+LARGEST_VALUES = {E4M3: 448.0, torch.int8: 127.0}
 # Tensor cores need matrices whose sides are multiples of this.
 TILE = 16
 # Sizes of groups of rotated inputs: powers of four, in ComfyUI's files the largest.
-GROUPS = (256, 64, 16, 4)
+ROTATED_GROUPS = (256, 64, 16, 4)
 # Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
 PROBE = (256, 3072)
 # A matrix in 8 bits and its scales, None if they are all 1.
@@ -112,7 +112,7 @@ class Int8(EightBit):
     """An int8 weight, multiplied by int8 inputs and gradients.
 
     Args:
-        group: inputs that are rotated together, as were those of the weight; 1 for none.
+        group: number of inputs that are rotated together, as the weight's were; 1 for none.
     """
 
     rounded = torch.int8
@@ -191,6 +191,11 @@ def quantize_int8(linear: nn.Linear, groups: Sequence[int] = ()) -> QuantizedLin
     weight, scale = in_pieces(quantize, linear.weight.data)
     parts = {"weight": weight} | ({"SCB": 127 * scale.flatten()} if group == 1 else {"weight_scale": scale})
     return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, linear.weight.dtype, linear.bias, **parts)
+
+
+def quantize_rotated(linear: nn.Linear) -> QuantizedLinear:
+    """Quantize to int8 with inputs that are rotated in the largest groups that fit."""
+    return quantize_int8(linear, ROTATED_GROUPS)
 
 
 def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
@@ -281,7 +286,7 @@ def _forget(dead: weakref.ref[Tensor]) -> None:
 def _round(x: Tensor, dtype: torch.dtype, factors: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
     x = rotate(x.reshape(-1, x.shape[-1]), group)
     if not torch.compiler.is_compiling() and available(x.device):
-        return rounded_rows(x if x.stride(1) == 1 else x.contiguous(), dtype, factors, LARGEST[dtype])
+        return rounded_rows(x if x.stride(1) == 1 else x.contiguous(), dtype, factors, LARGEST_VALUES[dtype])
     x = x.contiguous()  # as products read the result
     # A single row (modulation) would be one more graph.
     return _round_rows(x, dtype, factors) if len(x) == 1 else fused(_round_rows, x, dtype, factors)
@@ -334,13 +339,13 @@ def _round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None) -> tuple[
 
 def _row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (..., 1): a row's largest magnitude over the largest value of an 8-bit dtype."""
-    return (x.abs().amax(-1, keepdim=True) / LARGEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x.abs().amax(-1, keepdim=True) / LARGEST_VALUES[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to an 8-bit dtype; without the clamp, values that round above the largest would become NaN."""
     x = x.round() if dtype == torch.int8 else x
-    return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return x.clamp(-LARGEST_VALUES[dtype], LARGEST_VALUES[dtype]).to(dtype)
 
 
 def _rescaled(

@@ -33,7 +33,7 @@ class FourBit(Storage):
     Args:
         quant_type: `fp4` or `nf4`.
         blocksize, nested_blocksize: weights, and scales, that share a scale.
-        dtype: of the dequantized weights.
+        dtype: the dtype of the dequantized weights.
     """
 
     def __init__(self, quant_type: str, blocksize: str, nested_blocksize: str, dtype: str) -> None:
@@ -60,7 +60,7 @@ class FourBitLinear(QuantizedLinear):
     Args:
         packed: uint8, two weights in each.
         quant_state: the scales and the shape.
-        dtype: as of `QuantizedLinear`.
+        dtype: as in `QuantizedLinear`.
     """
 
     shardable = False  # FSDP splits parameters by rows, which packed blocks do not have

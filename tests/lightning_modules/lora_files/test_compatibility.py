@@ -17,7 +17,7 @@ from lightning_modules.lora_files.compatibility import (
     readers,
 )
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.writing import FORMATS, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, write
 from tests.support.combinations import first
 from tests.support.commands import short
 from tests.support.foreign_files import flux
@@ -60,12 +60,12 @@ def loads(pipeline, path, updates, dora):
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", LORA_FORMATS)
 def test_verdict_on_diffusers_is_its_pipelines(pipeline, tmp_path, format, dora):
     path = tmp_path / "lora.safetensors"
     for targets in ("default", "all-linear"):
         updates = random_updates(pipeline.names, targets, dora=dora)
-        groups = pipeline.names.native.values() if dora and FORMATS[format].native else ()
+        groups = pipeline.names.native.values() if dora and LORA_FORMATS[format].native else ()
         if any(0 < len(updates.keys() & set(layers)) < len(layers) for layers in groups):
             continue  # refused
         found = verdicts(pipeline, path, updates, format)["diffusers"]
@@ -75,11 +75,11 @@ def test_verdict_on_diffusers_is_its_pipelines(pipeline, tmp_path, format, dora)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", LORA_FORMATS)
 def test_transformer_reads_files_where_the_pipeline_has_no_loader(repositories, tmp_path, format, dora):
     pipeline = DiffusionPipeline.from_pretrained(repositories["longcat_image_edit"])
     assert not hasattr(pipeline, "load_lora_weights")
-    prefix = FORMATS[format].prefix.removesuffix(".")
+    prefix = LORA_FORMATS[format].prefix.removesuffix(".")
     pipeline.names = layer_names("longcat_image_edit", pipeline.transformer)
     updates = random_updates(pipeline.names, "all-linear", dora=dora)
     found = verdicts(pipeline, tmp_path / "lora.safetensors", updates, format)["diffusers"]

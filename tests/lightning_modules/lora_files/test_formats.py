@@ -21,7 +21,7 @@ from lightning_modules.lora_files.compatibility import in_comfyui
 from lightning_modules.lora_files.delta import relative_change
 from lightning_modules.lora_files.names import LayerNames, LayerShape
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import FORMATS, encode, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, encode, write
 from tests.support import foreign_files
 from tests.support.foreign_files import (
     ALPHA,
@@ -175,7 +175,7 @@ def test_layers_of_ranks_of_their_own_are_written_and_read(tmp_path, format):
     transformer = foreign_files.flux()
     names = LayerNames(transformer, NATIVE_NAMES)
     updates = mixed_ranks(names)
-    path = tmp_path / (FORMATS[format].file or "x.safetensors")
+    path = tmp_path / (LORA_FORMATS[format].file or "x.safetensors")
     write(path, updates, {}, format=format, names=names)
     read = LoRAFile(path).read(names, "tiny-model")
     assert read.keys() == updates.keys()

@@ -58,7 +58,8 @@ class Files:
         return str(self.written / name)
 
     def open(self, texts=None, vae=None):
-        return open_components(texts, vae, str(self.folder), None)
+        texts = [texts] if isinstance(texts, str) else texts or []
+        return open_components({"text_encoder": texts, "vae": [vae] if vae else []}, str(self.folder), None)
 
     def reference(self, name, dtype):
         """Load a component by its library."""
@@ -292,7 +293,7 @@ def autoencoder(request, tmp_path):
 
 
 def opened_vae(files, state):
-    return open_components(None, files.write(state), str(files.folder), None)["vae"]
+    return open_components({"vae": [files.write(state)]}, str(files.folder), None)["vae"]
 
 
 @pytest.mark.parametrize("start", ["", "vae.", "first_stage_model."])
