@@ -12,12 +12,11 @@ from torch import Tensor
 
 from cli.terminal import log
 from foundation.errors import UserError
-from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download
+from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download, shown
 from lightning_modules.lora_files.writing import require_finite, save
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
 from tasks.export import require_free
-from tasks.lora_info import shown
 
 
 def average(cfg: DictConfig, output_dir: Path) -> None:
@@ -29,7 +28,7 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
         require_free(path, cfg.overwrite)
     files = _files_by_step(cfg)
     steps = list(files)
-    averaged = "ema" in (files[steps[0]].header or {})
+    averaged = "ema" in files[steps[0]].header
     log.info(f"{'EMA' if averaged else 'raw'} weights of {len(steps)} files, step {steps[0]} to {steps[-1]}")
     if averaged:
         log.warning("note: they are averages already, and become longer ones; lora=RUN uses its raw weights")
@@ -38,7 +37,7 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
         tensors = _weighted_mean(list(files.values()), weights)
         require_finite(tensors, "and train again")
         facts = {"relative_std": std, "steps": steps, "weights": weights}
-        header = {**(files[steps[-1]].header or {}), "average": facts}
+        header = {**files[steps[-1]].header, "average": facts}
         save(path, tensors, header)
         log.info(f"done: {path} (relative_std={std:g}; {weights[-1]:.1%} of it is the last file)")
 
@@ -54,9 +53,8 @@ def _files_by_step(cfg: DictConfig) -> dict[int, LoRAFile]:
         )
     files: dict[int, LoRAFile] = {}
     for file in [LoRAFile(find_or_download(folder)) for folder in folders]:
-        header = file.header or {}
-        step = header.get("step")
-        if "average" in header or "export" in header or not isinstance(step, int) or step < 1:
+        step = file.header.get("step")
+        if {"average", "export"} & file.header.keys() or not isinstance(step, int) or step < 1:
             raise UserError(
                 f"task=average: {file.path} was not saved by a training run at one of its steps. Give "
                 "lora=outputs/RUN; task=export merge=[...] adds up any LoRAs"
@@ -86,8 +84,12 @@ def _raw_folders(run: Path) -> list[Path]:
 
 def _facts(file: LoRAFile) -> dict[str, Any]:
     """Return the facts that all files of a run have in common, with the shapes of their tensors."""
-    header = file.header or {}
-    return {"base": header.get("base"), "an EMA of the weights": "ema" in header, **file.adapter, **file.shapes}
+    return {
+        "base": file.header.get("base"),
+        "an EMA of the weights": "ema" in file.header,
+        **file.adapter,
+        **file.shapes,
+    }
 
 
 def ema_weights(steps: Sequence[int], relative_std: float) -> list[float]:

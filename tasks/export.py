@@ -23,7 +23,7 @@ from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
 from lightning_modules.adapters.ranks import PATTERNS, Ranks
-from lightning_modules.lora_files.compatibility import readers
+from lightning_modules.lora_files.compatibility import FUSE, readers
 from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.reading import (
@@ -66,7 +66,7 @@ class ExportedLoRA(NamedTuple):
             gate = None
         if gate is not None and (other := [name for name, delta in deltas.items() if delta.divisor != gate.rows]):
             raise UserError(f"{file.path} is damaged: {other[0]} does not have the rank {gate.rows} of its schedule")
-        return cls(deltas, file.header or {}, None if ranks is None else ranks.scale, gate)
+        return cls(deltas, file.header, None if ranks is None else ranks.scale, gate)
 
     @property
     def kind(self) -> str:
@@ -109,7 +109,7 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         lora, model = _extract(cfg)
     else:
         # The first file that names its model does so for all.
-        model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
+        model = model_for(cfg, sorted(files, key=lambda file: not file.header.get("model")))
         cfg.model = model.settings
         check_ranges(cfg, "predict")  # again: a file's header may contain any value
         loras = [ExportedLoRA.read(file, model) for file in files]
@@ -202,7 +202,7 @@ def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
     try:
         reduced: dict[str, Delta] = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
     except ValueError as error:
-        raise UserError(f"rank={rank}: {error}. fuse=true writes a transformer that includes it") from error
+        raise UserError(f"rank={rank}: {error}. {FUSE}") from error
     log.info(f"rank={rank}: the update changes by {relative_change(lora.deltas, reduced):.2%}")
     if lora.kind == "LoRA":
         return lora._replace(deltas=reduced)

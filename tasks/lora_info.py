@@ -15,10 +15,10 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from foundation.errors import UserError, listing, printable
+from foundation.errors import UserError, listing
 from lightning_modules.lora_files.delta import Delta, relative_change
 from lightning_modules.lora_files.names import LayerNames, LayerShape
-from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download
+from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download, shown
 from report.quoting import flat_settings
 from tasks.edit import as_list
 from tasks.models import fitting_models, is_given, model_for
@@ -115,7 +115,7 @@ def _model(cfg: DictConfig, file: LoRAFile) -> tuple[str, LayerNames]:
             file.match(model.names, model.base)
             if not model.guessed:
                 return f"{model.name}, as {'model=' if chosen else 'its header'} says", model.names
-    claimed = ((file.header or {}).get("model") or {}).get("name")
+    claimed = (file.header.get("model") or {}).get("name")
     instead = f"; its header says {shown(claimed, 40)}" if claimed else ""
     if fitting := list(fitting_models([file])):
         return f"{' or '.join(model.name for model in fitting)}, by its layers{instead}", fitting[0].names
@@ -153,13 +153,6 @@ def _add_difference(table: Table, one: Mapping[str, Delta], other: Mapping[str, 
         table.add_row("difference", f"{change:.4g} % of the first's norm, in {len(common)} common layers")
 
 
-def shown(value: Any, most: int = LETTERS) -> str:
-    """Return a file's text as part of one line: without its middle, and without characters that move the cursor."""
-    text = str(value)
-    short = text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in printable(short))
-
-
 def header_entries(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return a header's entries by name, `SHOWN_FIRST` at the top."""
     found: dict[str, Any] = {}
@@ -169,4 +162,4 @@ def header_entries(metadata: Mapping[str, str]) -> dict[str, str]:
             if isinstance(parsed := json.loads(text[:LONGEST_JSON]), dict):
                 entries = flat_settings(parsed, "" if key in (HEADER_KEY, DIFFUSERS_KEY) else f"{key}.", levels=2)
         found |= {name: value for name, value in entries.items() if value not in ("", None, [], {})}
-    return {key: shown(found[key]) for key in dict.fromkeys([*SHOWN_FIRST, *found]) if key in found}
+    return {key: shown(found[key], LETTERS) for key in dict.fromkeys([*SHOWN_FIRST, *found]) if key in found}

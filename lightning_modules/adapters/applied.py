@@ -95,7 +95,7 @@ class AppliedLoRAs:
                 magnitudes = {layer: one.magnitude for layer, one in loras.items() if one.magnitude is not None}
                 attach_magnitudes(transformer, name, magnitudes)
                 if wrong := misread(transformer, name, loras):
-                    raise UserError(f"{path}: diffusers reads {listing(wrong)} differently. Please report it")
+                    raise UserError(f"{path}: diffusers reads {listing(wrong)} wrongly or not at all. Please report it")
             if (gate := read_rank_gate(path)) is not None:
                 gate.attach(transformer, name)
                 self.rank_gates.append(gate)

@@ -106,12 +106,12 @@ def in_comfyui(format: str, names: LayerNames, layers: Collection[str], kind: st
     return Reader("ComfyUI", not problem, problem or note)
 
 
-def loading_call(pipeline_name: str, kind: str = "LoRA", format: str = "diffusers") -> str:
-    """Return the call by which diffusers reads a file."""
+def loading_call(pipeline_name: str, kind: str = "LoRA", format: str = "diffusers", weights: str = "...") -> str:
+    """Return the code by which diffusers reads a file, named by the code `weights`."""
     if loader_of(pipeline_name, kind, format) is not None:
-        return "pipe.load_lora_weights(...)"
+        return f"pipe.load_lora_weights({weights})"
     prefix = LORA_FORMATS[format].prefix.removesuffix(".")
-    return f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)"
+    return f"pipe.transformer.load_lora_adapter({weights}, prefix={prefix!r}, use_safetensors=True)"
 
 
 def loader_of(pipeline_name: str, kind: str = "LoRA", format: str = "diffusers") -> Any:
@@ -143,7 +143,7 @@ def problem_in_diffusers(
     except Exception as error:  # another library's loader may raise anything
         return f"diffusers' {pipeline_name} cannot load it: {reason(error)}"
     wrong = misread(copy, "check", deltas)
-    return f"diffusers reads {listing(wrong)} differently" if wrong else ""
+    return f"diffusers reads {listing(wrong)} wrongly or not at all" if wrong else ""
 
 
 class TransformerOnly:

@@ -154,22 +154,20 @@ class LoRAFile:
             yield file.get_tensor
 
     @cached_property
-    def header(self) -> dict[str, Any] | None:
-        """The facts about the run that Retouch wrote into the file; None for other programs' files."""
-        if HEADER_KEY not in self.metadata:
-            return None
+    def header(self) -> dict[str, Any]:
+        """The facts about the run that Retouch wrote into the file; empty for other programs' files."""
         with reading(self.path, NAME_ANOTHER):
-            header = _json_object(self.metadata[HEADER_KEY])
+            header = _json_object(self.metadata.get(HEADER_KEY, "{}"))
             parts = [header.get(name) for name in ("adapter", "model", "export")]
             parts += [(parts[0] or {}).get("rank_schedule"), (parts[1] or {}).get("quantization")]
             if not all(part is None or isinstance(part, dict) for part in parts):
                 raise ValueError(f"its header {HEADER_KEY} is not one of ours")
-        return header or None
+        return header
 
     @property
     def adapter(self) -> dict[str, Any]:
         """The header's facts about the adapter; empty for other programs' files."""
-        return (self.header or {}).get("adapter") or {}
+        return self.header.get("adapter") or {}
 
     @cached_property
     def ignored(self) -> dict[str, list[str]]:
@@ -219,7 +217,7 @@ class LoRAFile:
         for name, value in sorted(settings, key=lambda item: item[0] != "peft_type"):
             if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
                 raise self._error(
-                    f"was saved by peft with {name}={printable(str(value)[:60])}, which Retouch does not read. Save it "
+                    f"was saved by peft with {name}={shown(value, 60)}, which Retouch does not read. Save it "
                     "as a plain LoRA there"
                 )
         found = {}
@@ -228,9 +226,7 @@ class LoRAFile:
             try:
                 found[name] = make_delta(tensors)
             except ValueError as error:
-                raise self._error(
-                    f"contains a layer that Retouch does not read: {short_key(name)} has {error}"
-                ) from error
+                raise self._error(f"contains a layer that Retouch does not read: {shown(name)} has {error}") from error
         return found
 
     def match(self, names: LayerNames, base: str) -> dict[str, Meaning]:
@@ -240,17 +236,17 @@ class LoRAFile:
         for name, delta in self.empty.items():
             meaning = names.meaning(name)
             if meaning is None:
-                unknown.append(f"{short_key(name)} is not in the model")
+                unknown.append(f"{shown(name)} is not in the model")
                 continue
             shapes = names.shapes_of(meaning.layers)
             wanted = sum(one.out_features for one in shapes), shapes[0].in_features
             out, width = delta.shape
             if wanted != (out or wanted[0], width):
-                wide.append(f"{short_key(name)} is {out or 'any'}x{width}, in the model {wanted[0]}x{wanted[1]}")
+                wide.append(f"{shown(name)} is {out or 'any'}x{width}, in the model {wanted[0]}x{wanted[1]}")
             found[name] = meaning
         if wrong := unknown + wide:
-            trained_on = (self.header or {}).get("base")
-            hint = f"; it was trained on {printable(str(trained_on)[:150])}" if trained_on else ""
+            trained_on = self.header.get("base")
+            hint = f"; it was trained on {shown(trained_on)}" if trained_on else ""
             raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
         return found
 
@@ -264,17 +260,17 @@ class LoRAFile:
             for name, parts in self.parts.items():
                 tensors = {part: read_tensor(key).float().reshape(self.shapes[key]) for part, key in parts.items()}
                 if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
-                    raise self._error(f"contains values that are not finite ({short_key(bad[0])}): training diverged")
+                    raise self._error(f"contains values that are not finite ({shown(bad[0])}): training diverged")
                 whole = self.empty[name].like(tensors)
                 scale = self._scale(names, name, whole, tensors.get("alpha"))
                 unstated += [name] if scale is None else []
                 whole = whole if scale in (None, 1) else whole.scaled(scale)
                 for layer, delta in _split(whole, meanings[name], names).items():
                     if layer in deltas:
-                        raise self._error(f"contains {layer} twice, once as {short_key(name)}. Remove one of them")
+                        raise self._error(f"contains {layer} twice, once as {shown(name)}. Remove one of them")
                     deltas[layer] = delta
         by_peft = self.path.name == PEFT_WEIGHTS_NAME or any(name.startswith("base_model.") for name in unstated)
-        if unstated and self.header is None and (by_peft or len(unstated) < len(self.parts)):
+        if unstated and not self.header and (by_peft or len(unstated) < len(self.parts)):
             lacks = f"neither an alpha nor an {PEFT_CONFIG_NAME} next to {PEFT_WEIGHTS_NAME}. A scale of 1 is assumed"
             log.warning(f"note: {self.path} states no scale for {_some_keys(unstated)}: {lacks}")
         return {layer: deltas[layer] for layer in names.shapes if layer in deltas}
@@ -297,14 +293,14 @@ class LoRAFile:
                 said, scale = _contradicted(settings, layers, delta), _peft_scale(settings, layers, delta)
             if said:
                 has = f"is a {delta.kind} and has rank {delta.size}"
-                raise self._error(f"contradicts itself: {source} says {said}, {short_key(name)} {has}. {CORRECT}")
+                raise self._error(f"contradicts itself: {source} says {said}, {shown(name)} {has}. {CORRECT}")
             if scale is not None:
                 scales[source] = scale
         if not all(map(math.isfinite, scales.values())):
-            raise ValueError(f"the alpha of {short_key(name)} is not finite")
+            raise ValueError(f"the alpha of {shown(name)} is not finite")
         if scales and not math.isclose(min(scales.values()), max(scales.values()), rel_tol=0.01):  # bfloat16's rounding
             said = " and ".join(f"{scale:g} by {source}" for source, scale in scales.items())
-            raise self._error(f"contradicts itself: the scale of {short_key(name)} is {said}. {CORRECT}")
+            raise self._error(f"contradicts itself: the scale of {shown(name)} is {said}. {CORRECT}")
         return next(iter(scales.values()), None if delta.divisor else 1.0)
 
     @cached_property
@@ -389,10 +385,11 @@ def _matches(pattern: str, layers: tuple[str, ...], kind: str) -> bool:
         raise ValueError(f"{kind}: {error}") from error
 
 
-def short_key(name: str) -> str:
-    """Return a file's name of something, of any length and content, as part of a line."""
-    return printable(name if len(name) <= 100 else f"{name[:100]}...")
+def shown(value: Any, most: int = 100) -> str:
+    """Return a text from a file, of any length and content, as part of one line, without its middle if it is long."""
+    text = str(value)
+    return printable(text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}")
 
 
 def _some_keys(names: Sequence[str]) -> str:
-    return listing(list(map(short_key, names)))
+    return listing(list(map(shown, names)))

@@ -192,11 +192,12 @@ def _join(parts: Sequence[Delta | None], layers: Sequence[str], names: LayerName
     if len(layers) == 1 and layers[0] not in names.swapped:
         return present[0]
     loras = [part for part in present if isinstance(part, LowRank)]
-    if len(loras) < len(present):
-        raise ValueError(f"{listing(list(layers))} are one layer in the model's own code, but a {present[0].kind} here")
     magnitudes = [part.magnitude for part in loras if part.magnitude is not None]
+    joined = f"{listing(list(layers))} are one layer in the model's own code"
+    if len(loras) < len(present):
+        raise ValueError(f"{joined}, but a {present[0].kind} here")
     if magnitudes and len(magnitudes) < len(parts):
-        raise ValueError(f"{listing(list(layers))} are one layer in the model's own code, and only some have DoRA")
+        raise ValueError(f"{joined}, and only some have DoRA")
     if len(loras) == len(parts) and all(torch.equal(part.down, loras[0].down) for part in loras):
         down, up = loras[0].down, torch.cat([part.up for part in loras])
     else:

@@ -54,7 +54,7 @@ class ComponentFile:
         model = deepcopy(self.empty)
         log.info(f"loading {self.path.name}{f', quantizing to {quantization.format}' if quantization else ''}")
         if quantization is not None:
-            quantization.chosen(model)
+            quantization.check(model)
         assemble(model, self.weights, dtype=dtype, device=device, quantization=quantization)
         if hasattr(model, "tie_weights"):
             model.tie_weights(recompute_mapping=False)

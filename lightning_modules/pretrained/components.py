@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -117,7 +117,8 @@ class Components:
         """Return what the outputs of quantized components depend on; empty without any."""
         if self.quantization is None or not self.quantized:
             return {}
-        return {"quantization": self.quantization.settings() | {"components_to_quantize": sorted(self.quantized)}}
+        how = asdict(self.quantization) | {"components_to_quantize": sorted(self.quantized)}
+        return {"quantization": how | {"modules_to_not_convert": list(self.quantization.modules_to_not_convert)}}
 
     def weight_bytes(self, name: str, part: nn.Module) -> int:
         """Return the bytes of a model's weights; it may be on the meta device."""

@@ -124,7 +124,7 @@ class TransformerSource:
             raise UserError(f"{self.name} {reasons[0]}")
         streamed_blocks(self.meta, self.streamed)
         if self.quantization is not None:
-            self.quantization.chosen(self.meta)
+            self.quantization.check(self.meta)
 
     def check_files(self) -> None:
         """Raise a UserError if a local transformer's files are incomplete or of a kind that is not read."""

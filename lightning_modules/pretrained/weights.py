@@ -15,7 +15,7 @@ from foundation.errors import UserError
 from foundation.files import reading, replacing
 from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.quantization.linear import QuantizedLinear
-from lightning_modules.quantization.quantization import PLAIN, QUANTIZATIONS, Quantization, return_freed_memory
+from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
 
 log = logging.getLogger("retouch")
@@ -161,17 +161,17 @@ def stored_layer(
     linear: nn.Linear, name: str, weights: Weights, device: torch.device, dtype: torch.dtype
 ) -> QuantizedLinear | None:
     """Return the layer as it is quantized on disk, on the CPU mapped from its file; None if it is not quantized."""
-    if weights.dtypes[f"{name}.weight"] in PLAIN:
+    dtype_on_disk = weights.dtypes[f"{name}.weight"]
+    row = next((row for row in QUANTIZATIONS.values() if dtype_on_disk in row.dtypes), None)
+    if row is None:
         return None
     start = f"{name}."
     parts = {key[len(start) :]: weights.map(key).to(device) for key in weights.dtypes if key.startswith(start)}
     if "bias" in parts:
         parts["bias"] = parts["bias"].to(dtype)
     group = rotated_group(weights.notes.get(name, {}))
-    found = (row.read(parts, name, dtype, group) for row in QUANTIZATIONS.values())
-    layer = next((layer for layer in found if layer is not None), None)
-    if layer is not None:
-        _require_shape(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
+    layer = row.read(parts, name, dtype, group)
+    _require_shape(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
     return layer
 
 

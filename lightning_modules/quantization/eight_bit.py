@@ -36,9 +36,7 @@ from lightning_modules.quantization.triton_products import (
 
 log = logging.getLogger("retouch")
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# The dtypes by their names in safetensors.
-FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+E4M3 = torch.float8_e4m3fn
 # The largest values that weights, inputs and gradients are scaled to.
 LARGEST_VALUES = {E4M3: 448.0, torch.int8: 127.0}
 # Tensor cores need matrices whose sides are multiples of this.
@@ -164,11 +162,9 @@ def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:
     return QuantizedLinear("fp8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, weight_scale=scale)
 
 
-def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
+def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear:
     """Build a float8 layer with one scale, a scale for each row, or none; a `Read`."""
     weight, scale = parts["weight"], stored_scale(parts, name)
-    if weight.dtype not in FLOAT8.values():
-        return None
     scale = torch.ones(1, 1, device=weight.device) if scale is None else scale
     return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
 
@@ -198,16 +194,14 @@ def quantize_rotated(linear: nn.Linear) -> QuantizedLinear:
     return quantize_int8(linear, ROTATED_GROUPS)
 
 
-def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
+def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear:
     """Build a layer in bitsandbytes' layout or in ComfyUI's int8_tensorwise; a `Read`."""
     weight, scale = parts["weight"], stored_scale(parts, name)
-    if weight.dtype != torch.int8:
-        return None
     scales = {"SCB": parts["SCB"].float()} if scale is None else {"weight_scale": scale}
     return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, dtype, parts.get("bias"), weight=weight, **scales)
 
 
-FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, FLOAT8, SCALED, SCALES, marker="scaled_fp8")
+FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, ["F8_E4M3", "F8_E5M2"], SCALED, SCALES, marker="scaled_fp8")
 INT8 = QuantizationFormat(8, quantize_int8, read_int8, ["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES))
 
 

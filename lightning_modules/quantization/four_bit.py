@@ -115,11 +115,9 @@ def quantize_four_bit(quant_type: str, linear: nn.Linear) -> FourBitLinear:
     return FourBitLinear(packed, state, linear.bias, dtype)
 
 
-def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> FourBitLinear | None:
+def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> FourBitLinear:
     """Build a layer in bitsandbytes' layout; a `Read`."""
     weight = parts["weight"]
-    if weight.dtype != torch.uint8:
-        return None
     state = {key.removeprefix("weight."): part for key, part in parts.items() if key.startswith("weight.")}
     try:
         quant_state = bnb.functional.QuantState.from_dict(state, weight.device)

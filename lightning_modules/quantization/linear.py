@@ -187,8 +187,8 @@ def read_storage(name: str) -> Storage:
 
 
 # Builds a layer from its tensors (on its device, named without the layer's name, the bias in its final dtype), its
-# name, the dtype of unquantized weights, and how many inputs are rotated together; returns None for another format.
-Read = Callable[[Mapping[str, Tensor], str, torch.dtype, int], QuantizedLinear | None]
+# name, the dtype of unquantized weights, and the number of inputs that are rotated together.
+Read = Callable[[Mapping[str, Tensor], str, torch.dtype, int], QuantizedLinear]
 
 
 @dataclass(frozen=True)

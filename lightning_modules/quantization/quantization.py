@@ -3,9 +3,8 @@
 import ctypes
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,22 +56,15 @@ class Quantization:
         eight_bit = [dtype for row in QUANTIZATIONS.values() if not row.is_four_bit for dtype in row.dtypes]
         return {*PLAIN, *(eight_bit if four_bit else ())}
 
-    def settings(self) -> dict[str, Any]:
-        """Return everything that the quantized weights depend on."""
-        settings = asdict(self) | {"modules_to_not_convert": list(self.modules_to_not_convert)}
-        return {key: value for key, value in settings.items() if key != "components_to_quantize"}
-
     def converts(self, name: str, module: nn.Module) -> bool:
         """Return whether a module is a linear layer to quantize."""
         plain = type(module) is nn.Linear
         return plain and not any(fnmatchcase(name, pattern) for pattern in self.modules_to_not_convert)
 
-    def chosen(self, model: nn.Module) -> list[str]:
-        """Return the names of the layers to quantize; raise a UserError if there are none."""
-        names = [name for name, module in model.named_modules() if self.converts(name, module)]
-        if not names:
+    def check(self, model: nn.Module) -> None:
+        """Raise a UserError if no layer of a model would be quantized."""
+        if not any(self.converts(name, module) for name, module in model.named_modules()):
             raise UserError("model.quantization.modules_to_not_convert leaves no linear layer to quantize")
-        return names
 
     def quantize(self, linear: nn.Linear) -> nn.Module:
         """Return the quantized layer, on the same device; raise a UserError if the device or library cannot do it."""
