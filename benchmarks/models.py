@@ -24,7 +24,7 @@ from cli.resolvers import CONF
 from foundation.catalogue import catalogue
 from lightning_modules.adapters.targets import resolve_targets
 from lightning_modules.family import Family
-from lightning_modules.lora_files.compatibility import readers
+from lightning_modules.lora_files.compatibility import in_comfyui, loading_call
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED, meta_component
 from tasks.models import without_network
@@ -34,7 +34,6 @@ MEMORY = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
 # GB that CUDA itself takes, which task=dry_run names apart.
 CUDA = 1
-PROGRAMS = ("ComfyUI", "diffusers")
 PRECISIONS = {"bf16": "null", "fp8": "fp8", "fp4 or nf4": "nf4"}
 MODELS = [one for one in catalogue().values() if one.name != EMBEDDED and not one.name.endswith(("_fp8", "_fp4"))]
 TOP = """# Models
@@ -238,8 +237,8 @@ def page(memory: dict[str, Any]) -> str:
             f"{'none' if shift is None else shift} | {trainer.max_steps:,} x {samples} | "
             f"{cfg.data.caption_dropout_rate:.0%} | {cfg.model.vae_encode_mode} |\n"
         )
-        told = {one.program: one.verdict for one in readers("diffusers", names, layers, module.pipeline_name)}
-        loads.setdefault(tuple(told[program] for program in PROGRAMS), []).append(f"`{name}`")
+        verdicts = in_comfyui("diffusers", names, layers).verdict, f"reads it: {loading_call(module.pipeline_name)}"
+        loads.setdefault(verdicts, []).append(f"`{name}`")
     readers_table = "".join(f"| {', '.join(names)} | {' | '.join(verdicts)} |\n" for verdicts, names in loads.items())
     return TOP.format(precisions=", ".join(PRECISIONS)) + bases + MIDDLE + defaults + LAST + readers_table
 

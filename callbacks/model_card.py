@@ -15,7 +15,7 @@ from datamodules.images.resizing import has_edits
 from datamodules.pairs import PairsDataModule
 from foundation.errors import listing
 from lightning_modules.edit_module import EditModule
-from lightning_modules.lora_files.compatibility import Reader, readers
+from lightning_modules.lora_files.compatibility import Reader, in_comfyui
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.pretrained.repository import EMBEDDED
@@ -180,5 +180,4 @@ def _in_comfyui(module: EditModule, folder: Path) -> Reader:
     [path] = folder.glob("*.safetensors")
     file, names = LoRAFile(path), module.base.layer_names
     layers = [layer for one in file.match(names, module.base.name).values() for layer in one.layers]
-    found = readers("diffusers", names, layers, module.pipeline_name, common_kind(file.empty.values()))
-    return next(one for one in found if one.program == "ComfyUI")
+    return in_comfyui("diffusers", names, layers, common_kind(file.empty.values()))

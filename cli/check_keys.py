@@ -22,7 +22,7 @@ TASKS = {
         "cache": "tasks.caches.cache",
         "preview": "tasks.caches.preview",
         "clean": "tasks.caches.clean",
-        "quantize": "tasks.precision.quantize",
+        "quantize": "tasks.quantize.quantize",
         "inspect": "tasks.inspect.inspect",
         "caption": "tasks.caption.caption",
         "export": "tasks.export.export",

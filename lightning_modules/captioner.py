@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Placeholder of images in a template.
 PLACE = re.compile(r"\{(\w+)\}")
-LABEL = re.compile(r"^(the )?(edit(ing)? )?(instruction|caption|prompt|description|answer)\s*:\s*", re.IGNORECASE)
-QUOTES = {'"': '"', "'": "'", "“": "”", "\u2018": "\u2019", "«": "»", "`": "`", "*": "*", "_": "_"}
+ANSWER_LABEL = re.compile(r"^(the )?(edit(ing)? )?(instruction|caption|prompt|description|answer)\s*:\s*", re.I)
+QUOTATION_MARKS = {'"': '"', "'": "'", "“": "”", "\u2018": "\u2019", "«": "»", "`": "`", "*": "*", "_": "_"}
 
 
 class Answer(NamedTuple):
@@ -36,8 +36,8 @@ class Answer(NamedTuple):
 
 def cleaned(answer: str) -> str:
     """Return an answer as one line, without its reasoning, a label (`Instruction:`), bold, and quotes around it."""
-    text = LABEL.sub("", " ".join(answer.rpartition("</think>")[2].replace("**", "").split()))
-    end = QUOTES.get(text[:1])
+    text = ANSWER_LABEL.sub("", " ".join(answer.rpartition("</think>")[2].replace("**", "").split()))
+    end = QUOTATION_MARKS.get(text[:1])
     # '"A" becomes "B"' keeps its quotes.
     if end and len(text) > 1 and text.endswith(end) and not {text[0], end} & set(text[1:-1]):
         text = text[1:-1]
@@ -103,7 +103,7 @@ class Captioner:
 
         path = repository_file(self.name, "config.json", self.revision)
         if path is None:
-            raise UserError(f"{self.name} has no config.json: it holds no model of transformers")
+            raise UserError(f"{self.name} lacks config.json: it is not a model of transformers")
         kind = read_json(path).get("model_type")
         if kind not in KNOWN:
             raise UserError(
@@ -129,7 +129,7 @@ class Captioner:
             if repository_file(self.name, "generation_config.json", self.revision):
                 empty.generation_config = GenerationConfig.from_pretrained(self.name, revision=self.revision)
         if not getattr(self.processor, "chat_template", None):
-            raise UserError(f"{self.name} has no chat template: choose a model that was made for instructions")
+            raise UserError(f"{self.name} lacks a chat template: choose a model that was made for instructions")
         place = self.device or device()
         weights = open_component(empty, self.name, revision=self.revision)
         try:

@@ -1,25 +1,22 @@
 """task=average: the weighted mean of a run's LoRA files, like an EMA of any length over its training."""
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
 from cli.terminal import log
 from foundation.errors import UserError
-from foundation.files import replacing
-from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME, LoRAFile, find_or_download
-from lightning_modules.lora_files.writing import require_finite
+from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download, shown
+from lightning_modules.lora_files.writing import require_finite, save
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
-from tasks.lora_info import shown
+from tasks.export import require_free
 
 
 def average(cfg: DictConfig, output_dir: Path) -> None:
@@ -28,11 +25,10 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
     folders = {std: output_dir / f"std-{std:g}" if len(deviations) > 1 else output_dir for std in deviations}
     paths = {std: folder / WEIGHTS_NAME for std, folder in folders.items()}
     for path in paths.values():
-        if path.exists() and not cfg.overwrite:
-            raise UserError(f"{path} exists: choose another output_dir=FOLDER, or replace it by overwrite=true")
+        require_free(path, cfg.overwrite)
     files = _files_by_step(cfg)
     steps = list(files)
-    averaged = "ema" in (files[steps[0]].header or {})
+    averaged = "ema" in files[steps[0]].header
     log.info(f"{'EMA' if averaged else 'raw'} weights of {len(steps)} files, step {steps[0]} to {steps[-1]}")
     if averaged:
         log.warning("note: they are averages already, and become longer ones; lora=RUN uses its raw weights")
@@ -41,10 +37,8 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
         tensors = _weighted_mean(list(files.values()), weights)
         require_finite(tensors, "and train again")
         facts = {"relative_std": std, "steps": steps, "weights": weights}
-        header = {**(files[steps[-1]].header or {}), "average": facts}
-        blob = safetensors.torch.save(tensors, {HEADER_KEY: json.dumps(header, sort_keys=True)})
-        with replacing(path) as temporary:
-            temporary.write_bytes(blob)
+        header = {**files[steps[-1]].header, "average": facts}
+        save(path, tensors, header)
         log.info(f"done: {path} (relative_std={std:g}; {weights[-1]:.1%} of it is the last file)")
 
 
@@ -59,11 +53,10 @@ def _files_by_step(cfg: DictConfig) -> dict[int, LoRAFile]:
         )
     files: dict[int, LoRAFile] = {}
     for file in [LoRAFile(find_or_download(folder)) for folder in folders]:
-        header = file.header or {}
-        step = header.get("step")
-        if "average" in header or "export" in header or not isinstance(step, int) or step < 1:
+        step = file.header.get("step")
+        if {"average", "export"} & file.header.keys() or not isinstance(step, int) or step < 1:
             raise UserError(
-                f"task=average: {file.path} was not saved by a training run, and has no step of it. Give "
+                f"task=average: {file.path} was not saved by a training run at one of its steps. Give "
                 "lora=outputs/RUN; task=export merge=[...] adds up any LoRAs"
             )
         if step in files:
@@ -83,7 +76,7 @@ def _files_by_step(cfg: DictConfig) -> dict[int, LoRAFile]:
 
 
 def _raw_folders(run: Path) -> list[Path]:
-    """Return the folders of a run's LoRA files; with an EMA, those of its raw weights."""
+    """Return the folders of a run's LoRA files; with an EMA, of its raw weights."""
     folders = RunFolder(run).saved_steps("lora").values()
     raw = [folder.with_name(f"{folder.name}-raw") for folder in folders]
     return [one if one.is_dir() else folder for one, folder in zip(raw, folders, strict=True)]
@@ -91,8 +84,12 @@ def _raw_folders(run: Path) -> list[Path]:
 
 def _facts(file: LoRAFile) -> dict[str, Any]:
     """Return the facts that all files of a run have in common, with the shapes of their tensors."""
-    header = file.header or {}
-    return {"base": header.get("base"), "an EMA of the weights": "ema" in header, **file.adapter, **file.shapes}
+    return {
+        "base": file.header.get("base"),
+        "an EMA of the weights": "ema" in file.header,
+        **file.adapter,
+        **file.shapes,
+    }
 
 
 def ema_weights(steps: Sequence[int], relative_std: float) -> list[float]:

@@ -30,14 +30,14 @@ def cache(cfg: DictConfig, _: Path) -> None:
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")
     content = f"{count_of(manifest['samples'], 'samples')}, {decimal(manifest['bytes'])}"
     log.info(f"done: {filled} contains {content}; encoded for data.buckets={data.sample_set.framing.buckets}")
-    given = _given("data|model") if filled.on_disk else [*_given("model"), f"data.shards={filled}"]
+    given = given_settings("data|model") if filled.on_disk else [*given_settings("model"), f"data.shards={filled}"]
     log.info(f"train on it: {' '.join([program('train'), *given])}")
 
 
-def _given(groups: str) -> list[str]:
-    """Return the command's settings of these groups, for another command."""
+def given_settings(pattern: str) -> list[str]:
+    """Return the command's settings whose keys start like a regular expression, quoted for another command."""
     overrides = HydraConfig.get().overrides.task
-    return [shlex.quote(override) for override in overrides if re.match(rf"({groups})[.=]", override)]
+    return [shlex.quote(override) for override in overrides if re.match(rf"({pattern})[./=]", override)]
 
 
 def preview(cfg: DictConfig, output_dir: Path) -> None:
@@ -58,7 +58,7 @@ def clean(cfg: DictConfig, _: Path) -> None:
     if "://" in data.cache_dir:
         where = without_credentials(data.cache_dir)
         raise UserError(f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these.")
-    # The cache that was used last, even after that of these settings, is likely to be used again.
+    # The cache that was used last, even later than these settings' own, is likely to be used again.
     notes = sorted(used.parent.glob(f"{'?' * len(used.name)}/{USED}"), key=lambda note: note.stat().st_mtime)
     freed = 0
     for note in notes:

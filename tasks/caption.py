@@ -105,7 +105,7 @@ class Caption:
 
     Attributes:
         target: path of its target.
-        file: its file; None for a sample of a table.
+        file: the file of the caption; None for a sample of a table.
         cut: the answer was cut off at captioner.max_new_tokens.
         model: the captioner.
     """
@@ -129,7 +129,7 @@ def read_records(path: Path, repair: bool = False) -> list[Caption]:
 
 
 class Captions:
-    """The captions in output_dir, with those of an earlier command, which is continued.
+    """The captions in output_dir; a command continues an earlier one.
 
     Attributes:
         known: captions by the target and key of their samples.
@@ -183,7 +183,7 @@ class Captions:
             self.written += 1
 
     def write_table(self, samples: Sequence[Sample]) -> Path | None:
-        """Write the samples of tables with their captions as a new table; return None if there is no new caption."""
+        """Write the samples of tables with their captions as a new table; return None without a new caption."""
         of_tables = [(sample, self.of(sample)) for sample in samples if sample.caption_file is None]
         if not any(new for _, new in of_tables):
             return None

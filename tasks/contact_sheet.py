@@ -12,7 +12,7 @@ from datamodules.pairs import PairsDataModule
 from foundation.errors import count_of
 from report.images import in_a_row, plot_text, to_image
 
-COLUMNS = 4
+PANELS_PER_ROW = 4
 
 
 class Panel(NamedTuple):
@@ -61,7 +61,7 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         first, *others = view.sample.prompts
         caption = (first or "(no caption)") + (f" (and {len(others)} more)" if others else "")
         panels.append(Panel(_strip(raw), f"{key}\n{sizes}{cropped}", caption))
-    columns = min(COLUMNS, len(panels))
+    columns = min(PANELS_PER_ROW, len(panels))
     first_line = f"{len(panels)} of {data.describe()}; {count_of(len(set(data.sizes)), 'buckets')}"
     heading = [part for line in (first_line, *data.notes) for part in textwrap.wrap(line, 52 * columns, max_lines=3)]
     return draw_panels(panels, columns, 4.2, 2.2, heading)

@@ -29,7 +29,7 @@ from datamodules.sampler import SizeBatchSampler
 from foundation.errors import UserError, count_of
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.edit_module import EditModule
-from lightning_modules.estimation.flops import CARDS, duration, empty_latents, matrix_peak, sample_flops
+from lightning_modules.estimation.flops import duration, empty_latents, matrix_peak, sample_flops
 from lightning_modules.estimation.memory import (
     FakeStep,
     Heaviest,
@@ -43,7 +43,7 @@ from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import component_origin, meta_component, stored_bytes
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.quantization.quantization import FORMATS, Quantization
+from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantization
 from runs.run_folder import RunFolder
 from tasks.fit import check_samples, run_settings
 from tasks.models import without_network
@@ -179,14 +179,12 @@ def base_on_disk(base: FrozenBase, encoders: Iterable[str]) -> str:
 
 
 def _time(flops: float, steps: int, samples: float) -> str:
-    """Return how long steps of so many samples take by arithmetic, on known cards or on this machine's."""
-    cards = dict(CARDS)
+    """Return the work of steps of so many samples, and on this machine's GPU its estimated time."""
+    work = steps * samples * flops
+    known = f"{work / 1e15:,.0f} PFLOP; docs/speed.md lists measured times"
     if torch.cuda.is_available():
-        cards = {f"this {torch.cuda.get_device_name(0)}": matrix_peak(torch.device("cuda"))}
-    took = [f"{duration(steps * samples * flops, peak)} on {card}" for card, peak in cards.items()]
-    return (
-        f"{steps:,} steps of {samples:.3g} sample{'' if samples == 1 else 's'}: by arithmetic about {', '.join(took)}"
-    )
+        known = f"about {duration(work, matrix_peak(torch.device('cuda')))} on this {torch.cuda.get_device_name(0)}"
+    return f"{steps:,} steps of {samples:.3g} sample{'' if samples == 1 else 's'}: {known}"
 
 
 def _sum(parts: dict[str, int], total: int | None = None) -> str:
@@ -252,7 +250,7 @@ def expected_quantization(source: TransformerSource) -> Quantization | None:
     format, own = source.expected_precision, source.quantization
     if own is not None and own.format == format:
         return own
-    return Quantization(format, (), ["transformer"], False) if format in FORMATS else None
+    return Quantization(format, (), ["transformer"], False) if format in QUANTIZATIONS else None
 
 
 def weight_bytes(source: TransformerSource) -> int:
@@ -270,7 +268,7 @@ def offloaded_bytes(source: TransformerSource) -> int:
         if not isinstance(layer, nn.Linear):
             return 0
         converted = quantization is not None and quantization.converts(name, layer)
-        bits = int(FORMATS[quantization.format].bits) if quantization and converted else 8 * source.dtype.itemsize
+        bits = int(QUANTIZATIONS[quantization.format].bits) if quantization and converted else 8 * source.dtype.itemsize
         return layer.weight.numel() * bits // 8  # the scales of 4-bit blocks are not streamed
 
     streamed = streamed_blocks(source.meta, source.streamed).items()

@@ -27,7 +27,7 @@ from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
 from runs.signals import stop
-from tasks.models import Header, header_here, model_settings
+from tasks.models import header_here, is_given, model_settings
 
 KEPT: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)  # model and settings, if it stays loaded
 
@@ -63,7 +63,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     scales = [1.0] if by_layer or cfg.lora_scale is None else [float(scale) for scale in as_list(cfg, "lora_scale")]
     weights = lora_weights(cfg, len(files), scales)
     scales = list(dict.fromkeys(scales))
-    are_sliders = bool(headers) and all((header or {}).get("objective") == SliderObjective.name for header in headers)
+    are_sliders = bool(headers) and all(header.get("objective") == SliderObjective.name for header in headers)
     if cfg.lora_scale is None and are_sliders:
         scales = list(map(float, SliderObjective.scales))
         log.info("a slider: images from lora_scale=-2 to 2; lora_scale=1 makes only one")
@@ -73,7 +73,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
     family: Any = get_class(cfg.model._target_)
-    per_line = all((header or {}).get("caption_per_line", True) for header in headers)
+    per_line = all(header.get("caption_per_line", True) for header in headers)
     data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales, per_line)
     cfg.model.transformer_name_or_path = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
     module = kept_or_new(cfg)
@@ -119,11 +119,16 @@ def lora_weights(cfg: DictConfig, count: int, scales: list[float]) -> list[float
             f"lora_scale={cfg.lora_scale} for {count} LoRAs is ambiguous. For a strength of each LoRA write "
             f"lora_weights={cfg.lora_scale}; for an image of all at each scale add lora_weights={[1] * count}."
         )
-    if cfg.lora_weights is None:
+    return weights_of(cfg, "lora_weights", count)
+
+
+def weights_of(cfg: DictConfig, key: str, count: int) -> list[float] | None:
+    """Return the weights of so many LoRAs, None if the setting is null; raise a UserError if their numbers differ."""
+    if cfg[key] is None:
         return None
-    weights = [float(weight) for weight in as_list(cfg, "lora_weights")]
+    weights = [float(weight) for weight in as_list(cfg, key)]
     if len(weights) != count:
-        raise UserError(f"lora_weights={cfg.lora_weights} does not fit lora=, which names {count}. Give each LoRA one.")
+        raise UserError(f"{key}={cfg[key]}: {len(weights)} for {count} LoRAs. Give one for each.")
     return weights
 
 
@@ -140,21 +145,18 @@ def note_unused_area(cfg: DictConfig, module: Any) -> None:
     """Warn if max_area on the command line has no effect."""
     images = module.condition_images
     most = images.vae_image_size or images.most_area or math.inf
-    given = any(override.startswith("max_area=") for override in HydraConfig.get().overrides.task)
-    if given and (cfg.image is None or cfg.max_area > most):
+    if is_given("max_area") and (cfg.image is None or cfg.max_area > most):
         limit = "no image is shrunk to it" if cfg.image is None else f"{module.base.name} sees at most {most} pixels"
         log.warning(f"note: max_area={cfg.max_area} has no effect: {limit}")
 
 
-def warn_of_other_base(module: Any, files: list[Path], headers: list[Header]) -> None:
+def warn_of_other_base(module: Any, files: list[Path], headers: list[dict[str, Any]]) -> None:
     """Warn if a LoRA was trained on another base or precision, or with other encoder settings."""
     if not any(headers):
         return
     provenance = module.base.provenance()
     here = {key: value for key, value in provenance.items() if key != "transformer"} | module.encoding_settings()
     for file, header in zip(files, headers, strict=True):
-        if header is None:
-            continue
         trained = {**header.get("model", {}), **header}
         for key in dict.fromkeys([*here, *(key for key in header if key.endswith("_precision"))]):
             # Encoders without a precision of their own have the model's dtype.

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.filesize import decimal
@@ -24,7 +23,7 @@ from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.adapters.rank_mask import RankGate, read_rank_gate
 from lightning_modules.adapters.ranks import PATTERNS, Ranks
-from lightning_modules.lora_files.compatibility import readers
+from lightning_modules.lora_files.compatibility import FUSE, readers
 from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.reading import (
@@ -34,11 +33,11 @@ from lightning_modules.lora_files.reading import (
     LoRAFile,
     find_or_download,
 )
-from lightning_modules.lora_files.writing import FORMATS, export_dtype, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, export_dtype, write
 from report.origin import published
 from runs.run_folder import RunFolder
-from tasks.edit import as_list
-from tasks.models import KnownModel, model_for
+from tasks.edit import as_list, weights_of
+from tasks.models import KnownModel, is_given, model_for, without_network
 
 # Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5
@@ -48,10 +47,10 @@ class ExportedLoRA(NamedTuple):
     """Deltas to write, and facts about their origin.
 
     Attributes:
-        deltas: by layer.
-        header: of the file.
+        deltas: the delta of each layer.
+        header: the file's header.
         scale: alpha / rank in training; None if unknown, or different between layers.
-        gate: of a T-LoRA whose rank follows the timestep.
+        gate: the gate of a T-LoRA whose rank follows the timestep.
     """
 
     deltas: dict[str, Delta]
@@ -61,13 +60,13 @@ class ExportedLoRA(NamedTuple):
 
     @classmethod
     def read(cls, file: LoRAFile, model: KnownModel) -> "ExportedLoRA":
-        """Read a file; raises UserError if it is no LoRA of the model."""
+        """Read a file; raises UserError if it is not a LoRA of the model."""
         deltas, gate, ranks = file.read(model.names, model.base), read_rank_gate(file.path), Ranks.of_file(file)
         if gate is not None and gate.schedule.kind == "constant":
             gate = None
         if gate is not None and (other := [name for name, delta in deltas.items() if delta.divisor != gate.rows]):
             raise UserError(f"{file.path} is damaged: {other[0]} does not have the rank {gate.rows} of its schedule")
-        return cls(deltas, file.header or {}, None if ranks is None else ranks.scale, gate)
+        return cls(deltas, file.header, None if ranks is None else ranks.scale, gate)
 
     @property
     def kind(self) -> str:
@@ -96,21 +95,21 @@ class ExportedLoRA(NamedTuple):
 def export(cfg: DictConfig, output_dir: Path) -> None:
     """Write the LoRA of cfg.lora, cfg.merge or cfg.extract, or a transformer with it in its weights."""
     dtype = export_dtype(cfg.export.dtype)
-    if cfg.format not in FORMATS:
-        raise UserError(f"format={cfg.format}: choose {', '.join(FORMATS)}")
+    if cfg.format not in LORA_FORMATS:
+        raise UserError(f"format={cfg.format}: choose {', '.join(LORA_FORMATS)}")
     files, weights = _chosen_files(cfg)
     titles = [title(file.path) for file in files] or [Path(str(cfg.extract)).name]
     path = _free_path(cfg, titles, output_dir)
     if cfg.fuse:
         for key in ("export.dtype", "model/quantization" if cfg.format == "comfyui" else "format"):
-            if any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.task):
+            if is_given(key):
                 how = "transformer as its base is, or one file in model.dtype by format=comfyui"
                 raise UserError(f"{key} has no effect with fuse=true, which writes a {how}. Omit it.")
     if cfg.extract is not None:
         lora, model = _extract(cfg)
     else:
         # The first file that names its model does so for all.
-        model = model_for(cfg, sorted(files, key=lambda file: not (file.header or {}).get("model")))
+        model = model_for(cfg, sorted(files, key=lambda file: not file.header.get("model")))
         cfg.model = model.settings
         check_ranges(cfg, "predict")  # again: a file's header may contain any value
         loras = [ExportedLoRA.read(file, model) for file in files]
@@ -136,18 +135,15 @@ def _chosen_files(cfg: DictConfig) -> tuple[list[LoRAFile], list[float]]:
     given = [key for key in ("lora", "merge", "extract") if cfg[key] is not None]
     if len(given) != 1:
         raise UserError(
-            "task=export writes one LoRA by lora=RUN, several as one by merge=[RUN,RUN], or that of a fine-tuned "
-            f"transformer by extract=FOLDER. Give one of them{', not ' + ' and '.join(given) if given else ''}"
+            "task=export writes one LoRA by lora=RUN, several as one by merge=[RUN,RUN], or a fine-tuned "
+            f"transformer's by extract=FOLDER. Give one of them{', not ' + ' and '.join(given) if given else ''}"
         )
     if cfg.extract is not None:
         return [], []
     found = [LoRAFile(find_or_download(lora)) for lora in as_list(cfg, given[0])]
     if cfg.merge is None and (len(found) > 1 or cfg.merge_weights is not None):
         raise UserError("lora= writes one LoRA as it is. Name several, or one to be multiplied, by merge=")
-    weights = [1.0] * len(found) if cfg.merge_weights is None else list(map(float, as_list(cfg, "merge_weights")))
-    if len(weights) != len(found):
-        raise UserError(f"merge_weights={cfg.merge_weights}: {len(weights)} for {len(found)} LoRAs. Give one for each")
-    return found, weights
+    return found, weights_of(cfg, "merge_weights", len(found)) or [1.0] * len(found)
 
 
 def _free_path(cfg: DictConfig, titles: list[str], output_dir: Path) -> Path:
@@ -156,12 +152,17 @@ def _free_path(cfg: DictConfig, titles: list[str], output_dir: Path) -> Path:
         require_empty(output_dir)
         return output_dir
     name = "+".join(titles) + ("" if cfg.rank is None else f"_rank{cfg.rank}")
-    path = output_dir / (FORMATS[cfg.format].file or f"{short_name(name, 200)}_{cfg.format}.safetensors")
-    written = [path, *([path.with_name(PEFT_CONFIG_NAME)] if path.name == PEFT_WEIGHTS_NAME else [])]
-    for one in written:
-        if one.exists() and not cfg.overwrite:
-            raise UserError(f"{one} exists: choose another output_dir=FOLDER, or replace it by overwrite=true")
+    path = output_dir / (LORA_FORMATS[cfg.format].file or f"{short_name(name, 200)}_{cfg.format}.safetensors")
+    require_free(path, cfg.overwrite)
+    if path.name == PEFT_WEIGHTS_NAME:
+        require_free(path.with_name(PEFT_CONFIG_NAME), cfg.overwrite)
     return path
+
+
+def require_free(path: Path, overwrite: bool) -> None:
+    """Raise a UserError if a file exists that may not be overwritten."""
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists: choose another output_dir=FOLDER, or replace it by overwrite=true")
 
 
 def _sum_of(loras: Sequence[ExportedLoRA], weights: Sequence[float], titles: Sequence[str]) -> ExportedLoRA:
@@ -171,7 +172,7 @@ def _sum_of(loras: Sequence[ExportedLoRA], weights: Sequence[float], titles: Seq
         titles: their names in messages.
 
     Raises:
-        UserError: one of them is no constant low-rank update.
+        UserError: one of them is not a constant low-rank update.
     """
     for lora, title in zip(loras, titles, strict=True):
         kind = lora.kind if lora.gate is None else "T-LoRA"
@@ -201,7 +202,7 @@ def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
     try:
         reduced: dict[str, Delta] = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
     except ValueError as error:
-        raise UserError(f"rank={rank}: {error}. fuse=true writes a transformer that includes it") from error
+        raise UserError(f"rank={rank}: {error}. {FUSE}") from error
     log.info(f"rank={rank}: the update changes by {relative_change(lora.deltas, reduced):.2%}")
     if lora.kind == "LoRA":
         return lora._replace(deltas=reduced)
@@ -224,13 +225,13 @@ def _first_components(lora: ExportedLoRA, gate: RankGate, rank: int | None) -> E
 
 
 def title(path: Path) -> str:
-    """Return a short name of a LoRA file: its own name, or that of its run.
+    """Return a short name of a LoRA file: its own name, or its run's.
 
     outputs/snow/lora/last -> snow; outputs/snow/lora/step-000200 -> snow_step-000200.
     """
     path = Path(printable(str(path.absolute())))
     if path.name not in (WEIGHTS_NAME, PEFT_WEIGHTS_NAME):
-        return re.sub(rf"_({'|'.join(FORMATS)})$", "", path.stem)
+        return re.sub(rf"_({'|'.join(LORA_FORMATS)})$", "", path.stem)
     folder, run = path.parent, path.parent.parent.parent
     if folder.parent.name != "lora":
         return folder.name
@@ -252,8 +253,8 @@ def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str)
     table.add_row("dtype", stored + ("" if error < FLOAT32_ERROR else f", {error:.2%} off"))
     table.add_row("size", decimal(path.stat().st_size))
     table.add_section()
-    family: type[Any] = get_class(model.settings._target_)
-    for reader in readers(format, model.names, lora.deltas, family.pipeline_name, lora.kind):
+    module = without_network(model.settings)
+    for reader in readers(path, format, model.names, module.pipeline_name, module.base.source.meta):
         table.add_row(reader.program, escape(reader.verdict))
     Console(stderr=True).print(table)
 

@@ -28,7 +28,7 @@ from tasks.contact_sheet import Panel, draw_panels
 from tasks.encode import cached_data
 
 # Lines in the terminal, and samples on the sheet of images.
-ROWS, SHOWN = 40, 24
+LINES, SHOWN = 40, 24
 # Images of neighbouring samples, as the control of several edits, are read once.
 REMEMBERED = 32
 # Box of an image on the sheet, in pixels, and the factor by which differences are enlarged.
@@ -56,7 +56,7 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
         log.info(f"nothing found in {what} of {', '.join(data.roots)}")
         return
     write_rows(report, [_row(finding) for finding in found])
-    for kind, key, figure, *_ in found[:ROWS]:
+    for kind, key, figure, *_ in found[:LINES]:
         extent = f", {figure}" if figure else ""
         log.info(f"{kind.label}: {key}{extent} ({kind.remedy})")
     if shown := _choose(found, SHOWN):

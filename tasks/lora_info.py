@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 from rich.console import Console
@@ -16,19 +15,19 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from foundation.errors import UserError, listing, printable
+from foundation.errors import UserError, listing
 from foundation.settings import flat_settings
-from lightning_modules.lora_files.delta import Delta, squared_difference
+from lightning_modules.lora_files.delta import Delta, relative_change
 from lightning_modules.lora_files.names import LayerNames, LayerShape
-from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download
+from lightning_modules.lora_files.reading import DIFFUSERS_KEY, HEADER_KEY, LoRAFile, find_or_download, shown
 from tasks.edit import as_list
-from tasks.models import fitting_models, model_for
+from tasks.models import fitting_models, is_given, model_for
 
 WIDEST = 120
 # Entries of a header that are shown, and letters of a text and of JSON that is parsed.
-ENTRIES, LETTERS, LONGEST = 12, 70, 100_000
+ENTRIES, LETTERS, LONGEST_JSON = 12, 70, 100_000
 # The header entries of Retouch, kohya's tools and others that are shown first.
-FIRST = (
+SHOWN_FIRST = (
     *("base", "model.name", "step", "adapter.rank", "adapter.alpha", "adapter.target_modules"),
     *("ss_base_model_version", "ss_sd_model_name", "ss_output_name", "ss_network_module", "ss_network_dim"),
     *("ss_network_alpha", "ss_learning_rate", "ss_optimizer", "ss_steps", "ss_num_train_images"),
@@ -41,9 +40,9 @@ class Description(NamedTuple):
     """Facts about a LoRA file of any program.
 
     Attributes:
-        rows: by name.
-        header: its entries by name.
-        deltas: by layer; empty if the file cannot be used.
+        rows: the facts by name.
+        header: the header's entries by name.
+        deltas: the delta of each layer; empty if the file cannot be used.
     """
 
     rows: dict[str, str]
@@ -106,17 +105,17 @@ def _model(cfg: DictConfig, file: LoRAFile) -> tuple[str, LayerNames]:
     """Return a file's model in words, and the names of its layers, or the file's own names.
 
     Raises:
-        UserError: it is no LoRA, or does not fit model=.
+        UserError: it is not a LoRA, or does not fit model=.
     """
     file.empty, file.header  # noqa: B018 (the errors of an unusable file)
-    chosen = any(override.startswith("model=") for override in HydraConfig.get().overrides.task)
+    chosen = is_given("model")
     if chosen or file.header:
         with suppress(*(() if chosen else (UserError, InstantiationException))):
             model = model_for(cfg, [file])
             file.match(model.names, model.base)
             if not model.guessed:
                 return f"{model.name}, as {'model=' if chosen else 'its header'} says", model.names
-    claimed = ((file.header or {}).get("model") or {}).get("name")
+    claimed = (file.header.get("model") or {}).get("name")
     instead = f"; its header says {shown(claimed, 40)}" if claimed else ""
     if fitting := list(fitting_models([file])):
         return f"{' or '.join(model.name for model in fitting)}, by its layers{instead}", fitting[0].names
@@ -144,29 +143,23 @@ def _add(table: Table, columns: Sequence[Mapping[str, str]], most: int) -> None:
 
 def _add_difference(table: Table, one: Mapping[str, Delta], other: Mapping[str, Delta]) -> None:
     """Add the difference of two LoRAs in their common layers."""
-    # A rotation of inputs has no matrix to compare with that of a weight.
+    # A rotation of inputs cannot be compared with an update of the weight.
     fits = [{layer: (*delta.shape, delta.kind == "OFT") for layer, delta in deltas.items()} for deltas in (one, other)]
     common = [layer for layer, fit in fits[0].items() if fits[1].get(layer) == fit]
-    if whole := sum(one[layer].square() for layer in common):
-        change = 100 * (sum(squared_difference(one[layer], other[layer]) for layer in common) / whole) ** 0.5
+    before, after = ({layer: deltas[layer] for layer in common} for deltas in (one, other))
+    if any(delta.square() for delta in before.values()):
+        change = 100 * relative_change(before, after)
         table.add_section()
         table.add_row("difference", f"{change:.4g} % of the first's norm, in {len(common)} common layers")
 
 
-def shown(value: Any, most: int = LETTERS) -> str:
-    """Return a file's text as part of one line: without its middle, and without characters that move the cursor."""
-    text = str(value)
-    short = text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in printable(short))
-
-
 def header_entries(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a header's entries by name, those of `FIRST` first."""
+    """Return a header's entries by name, `SHOWN_FIRST` at the top."""
     found: dict[str, Any] = {}
     for key, text in metadata.items():
         entries = {key: text}
         with suppress(ValueError, RecursionError):  # shown as it is
-            if isinstance(parsed := json.loads(text[:LONGEST]), dict):
+            if isinstance(parsed := json.loads(text[:LONGEST_JSON]), dict):
                 entries = flat_settings(parsed, "" if key in (HEADER_KEY, DIFFUSERS_KEY) else f"{key}.", levels=2)
         found |= {name: value for name, value in entries.items() if value not in ("", None, [], {})}
-    return {key: shown(found[key]) for key in dict.fromkeys([*FIRST, *found]) if key in found}
+    return {key: shown(found[key], LETTERS) for key in dict.fromkeys([*SHOWN_FIRST, *found]) if key in found}

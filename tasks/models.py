@@ -1,6 +1,6 @@
 """The model of LoRA files, found by name, header or layers, and built without network and weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from os.path import exists
@@ -27,8 +27,6 @@ SOURCES = (
     *(f"{part}_name_or_path" for part in ("pretrained_model", "transformer", "text_encoder", "vae")),
     "comfyui",
 )
-# The header of a LoRA's file, as far as it could be read.
-Header = dict[str, Any] | None
 
 
 class KnownModel(NamedTuple):
@@ -44,8 +42,8 @@ class KnownModel(NamedTuple):
 def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
     """Return the model of model=, of the first header, or that the files fit; raise a UserError without one."""
     overrides = HydraConfig.get().overrides.task
-    chosen = any(override.startswith("model=") for override in overrides)
-    trained = ((files[0].header or {}).get("model") or {}) if files else {}
+    chosen = is_given("model")
+    trained = (files[0].header.get("model") or {}) if files else {}
     if chosen or trained:
         name = HydraConfig.get().runtime.choices["model"] if chosen else str(trained.get("name"))
         try:
@@ -62,6 +60,11 @@ def model_for(cfg: DictConfig, files: Sequence[LoRAFile]) -> KnownModel:
         f"the LoRA {files[0].path} fits none of the models that Retouch knows: pass model=NAME "
         "model.pretrained_model_name_or_path=FOLDER"
     )
+
+
+def is_given(key: str) -> bool:
+    """Return whether the command sets a key or chooses a group's file."""
+    return any(override.startswith(f"{key}=") for override in HydraConfig.get().overrides.task)
 
 
 def fitting_models(files: Sequence[LoRAFile]) -> Iterator[KnownModel]:
@@ -98,11 +101,11 @@ def without_network(model: DictConfig) -> EditModule:
     return module
 
 
-def header_here(file: LoRAFile) -> Header:
+def header_here(file: LoRAFile) -> dict[str, Any]:
     """Return a LoRA's header; in its run's folder with this machine's paths, which only config.yaml contains."""
     header, folders = file.header, file.path.absolute().parents
     config = folders[2] / "config.yaml" if len(folders) > 2 else file.path
-    if not (header and header.get("model") and config.name == "config.yaml" and config.is_file()):
+    if not (header.get("model") and config.name == "config.yaml" and config.is_file()):
         return header
     with reading(config, "remove it, and name the base by model.pretrained_model_name_or_path"):
         settings = dict(read_config(config).get("model") or {})
@@ -110,10 +113,10 @@ def header_here(file: LoRAFile) -> Header:
     return header | {"model": {key: paths.get(key, one) for key, one in flat_settings(header["model"]).items()}}
 
 
-def model_settings(cfg: DictConfig, headers: list[Header], overrides: list[str]) -> DictConfig:
+def model_settings(cfg: DictConfig, headers: Sequence[Mapping[str, Any]], overrides: list[str]) -> DictConfig:
     """Return the settings of the model that the first LoRA was trained on, with those of the command line."""
-    trained = flat_settings(((headers or [None])[0] or {}).get("model") or {})
-    if any(override.startswith("model=") for override in overrides) or not trained:
+    trained = flat_settings((headers[0].get("model") if headers else None) or {})
+    if is_given("model") or not trained:
         return cfg.model
     name = str(trained.get("name"))
     if name not in catalogue():

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_modules.families.flux.denoise import flux_velocity
 from lightning_modules.quantization.linear import QuantizationFormat
-from lightning_modules.quantization.quantization import FORMATS
+from lightning_modules.quantization.quantization import QUANTIZATIONS
 from tests.support.commands import ROOT, metrics, short
 
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
@@ -122,5 +122,5 @@ def test_quantization_format_is_a_row(run, tiny, pairs, tmp_path, monkeypatch):
     asked = ["model=flux_kontext", "model/quantization=fp8", "model.quantization.format=rounded"]
     arguments = [*asked, *short(tiny, pairs, tmp_path / "run", 2), "model.max_sequence_length=64"]
     row = QuantizationFormat(7.0, Rounded, lambda *_: None, [], "no other tensors", [])
-    monkeypatch.setitem(FORMATS, "rounded", row)
+    monkeypatch.setitem(QUANTIZATIONS, "rounded", row)
     assert "(rounded)" in run("train", *arguments).text

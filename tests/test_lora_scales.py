@@ -103,7 +103,7 @@ def test_weights_of_several_loras_multiply_their_updates(tiny, tmp_path):
     ("settings", "words"),
     [
         (["lora_scale=[1,0.3]"], "lora_scale=[1, 0.3] for 2 LoRAs is ambiguous. For a strength of each LoRA write"),
-        (["lora_weights=[1]"], "lora_weights=[1] does not fit lora=, which names 2. Give each LoRA one."),
+        (["lora_weights=[1]"], "lora_weights=[1]: 1 for 2 LoRAs. Give one for each."),
     ],
 )
 def test_strengths_that_do_not_fit_the_loras_are_one_line(settings, words):

@@ -8,14 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import UserError
+from foundation.errors import UserError, listing
 from foundation.files import reading
 from lightning_modules.adapters.adapter import Adapter, trainable
 from lightning_modules.adapters.lora import attach_magnitudes
 from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable, without_adapters
 from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches
-from lightning_modules.lora_files.compatibility import require_loaded
+from lightning_modules.lora_files.compatibility import misread
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames
@@ -94,7 +94,8 @@ class AppliedLoRAs:
                     transformer.load_lora_adapter(state, prefix="transformer", adapter_name=name)
                 magnitudes = {layer: one.magnitude for layer, one in loras.items() if one.magnitude is not None}
                 attach_magnitudes(transformer, name, magnitudes)
-                require_loaded(transformer, name, loras, path)
+                if wrong := misread(transformer, name, loras):
+                    raise UserError(f"{path}: diffusers reads {listing(wrong)} wrongly or not at all. Please report it")
             if (gate := read_rank_gate(path)) is not None:
                 gate.attach(transformer, name)
                 self.rank_gates.append(gate)

@@ -14,7 +14,7 @@ from lightning_modules.adapters.peft_layers import ADAPTER, layer_of
 from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets
 from lightning_modules.family import ALIKE, Layers
 from lightning_modules.lora_files import writing
-from lightning_modules.lora_files.compatibility import IN_DIFFUSERS, loader_of, read_back
+from lightning_modules.lora_files.compatibility import IN_DIFFUSERS, loading_call, readers
 from lightning_modules.lora_files.delta import Delta
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames
@@ -134,7 +134,8 @@ class DeltaAdapter(Adapter):
 
     def check_written(self, folder: Path, base: FrozenBase) -> str:
         pipeline_name = base.family_class.pipeline_name
-        return read_back(folder / WEIGHTS_NAME, base.layer_names, pipeline_name, base.source.meta)
+        found = readers(folder / WEIGHTS_NAME, "diffusers", base.layer_names, pipeline_name, base.source.meta)
+        return "; ".join(f"{one.program}: {one.verdict}" for one in found)
 
     def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
         return {"lora": run}
@@ -145,9 +146,7 @@ class DeltaAdapter(Adapter):
                 "from lightning_modules.adapters.applied import load_adapter",
                 f"load_adapter(pipe.transformer, {weights!r})",
             ]
-        if loader_of(pipeline_name, self.kind) is None:
-            return [f"pipe.transformer.load_lora_adapter({weights!r}, prefix='transformer', use_safetensors=True)"]
-        return [f"pipe.load_lora_weights({weights!r})"]
+        return [loading_call(pipeline_name, self.kind, weights=repr(weights))]
 
     def describe(self, trained: Mapping[str, Tensor]) -> str:
         layers = {layer_of(name) for name in trained}

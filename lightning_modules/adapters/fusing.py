@@ -15,7 +15,6 @@ from lightning_modules.pretrained.checks import USUAL
 from lightning_modules.pretrained.single_file import save_native
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import (
-    FileWeights,
     Weights,
     assemble,
     save_quantized,
@@ -146,7 +145,7 @@ def extract(
         The deltas of the linear layers whose weights differ; the share of the difference that they lack, over all
         layers (Frobenius norm); the names of the other tensors that differ: biases and norms.
     """
-    before, after = _plain_weights(base), _plain_weights(replace(base, name=tuned, revision=None))
+    before, after = (one.plain_weights("extract=") for one in (base, replace(base, name=tuned, revision=None)))
     if different := sorted(before.dtypes.keys() ^ after.dtypes.keys()):
         raise UserError(f"extract={tuned} is not a version of {base.name}: only one of them has {listing(different)}")
     layers = {f"{name}.weight" for name, module in base.meta.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -172,10 +171,3 @@ def extract(
     if not deltas:
         raise UserError(f"extract={tuned} does not differ from {base.name} in any linear layer")
     return deltas, (lost / whole) ** 0.5, others
-
-
-def _plain_weights(source: TransformerSource) -> FileWeights:
-    weights = source.weights()
-    if weights.format is not None:
-        raise UserError(f"{source.name} is {weights.format} on disk: extract= needs both in 16 or 32 bits")
-    return weights

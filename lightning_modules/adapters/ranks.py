@@ -8,7 +8,7 @@ from typing import Any
 from foundation.errors import UserError
 from foundation.files import reading
 from lightning_modules.adapters.targets import last_match, require_matches
-from lightning_modules.lora_files.reading import LoRAFile
+from lightning_modules.lora_files.reading import NAME_ANOTHER, LoRAFile
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
 
@@ -34,7 +34,7 @@ class Ranks:
     @classmethod
     def of_file(cls, file: LoRAFile) -> "Ranks | None":
         """Return the ranks and alphas that a file was trained with; None for other programs' files."""
-        with reading(file.path, "name a LoRA's safetensors file, or download it again"):
+        with reading(file.path, NAME_ANOTHER):
             return cls.of_header(file.adapter)
 
     @classmethod

@@ -19,8 +19,6 @@ from lightning_modules.pretrained.frozen_base import FrozenBase
 # Share of the peak of matrix products that training reaches. FLUX Kontext at 1024 pixels with full checkpointing, on an
 # H100: 0.29 eager with FlashAttention-2, 0.48 compiled (docs/speed.md).
 UTILISATION = 0.4
-# FLOP/s of dense bf16 products, from NVIDIA's data sheets.
-CARDS = {"an RTX 4090": 165e12, "an H100": 989e12}
 # A caption of usual length, for families whose prompts are not padded.
 CAPTION = 80 * "x"
 
@@ -65,8 +63,8 @@ def step_flops(execution: Execution, transformer: Any, batch: LatentBatch, passe
     """Count the FLOPs of a training step on the meta device.
 
     Args:
-        transformer: in float32, with its adapter; on the meta device, like the batch.
-        passes: of each sample; all but forward passes have gradients.
+        transformer: the transformer in float32 with its adapter; on the meta device, like the batch.
+        passes: the passes of each sample; all but forward passes have gradients.
     """
     assert batch.target_mean is not None
     target, *controls = (latent.float() for latent in (batch.target_mean, *batch.controls))
@@ -85,7 +83,7 @@ def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes
     A step of the largest size is counted; the others are in proportion to their tokens.
 
     Args:
-        passes: of the objective.
+        passes: the objective's passes of each sample.
         checkpointing: the gradient checkpointing policy; all but `none` compute the forward pass again.
     """
     if checkpointing != "none":

@@ -28,7 +28,7 @@ from lightning_modules.pretrained.frozen_base import FrozenBase
 
 log = logging.getLogger("retouch")
 
-NORMS = (F.layer_norm, F.rms_norm, F.group_norm)
+FLOAT32_NORMS = (F.layer_norm, F.rms_norm, F.group_norm)
 # Share of the free memory that a step may use: the rest is for kernels' own memory, and for fragmentation.
 USABLE = 0.9
 
@@ -112,7 +112,7 @@ class OnCuda(TorchFunctionMode):
     """A mode in which fake CPU tensors take the memory of a GPU's: norms in float32, fused attention.
 
     Args:
-        dtype: of the base.
+        dtype: the base's dtype.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -123,7 +123,7 @@ class OnCuda(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in NORMS:
+        if function in FLOAT32_NORMS:
             args = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
             kwargs = {name: arg.float() if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
         elif function is F.scaled_dot_product_attention:  # the CPU's keeps the same tensors as FlashAttention
@@ -152,12 +152,12 @@ class FakeStep:
     """The forward and backward passes of a batch on tensors without content.
 
     Args:
-        execution: of the transformer and its adapter.
-        batch: on the meta device.
-        passes: of each sample.
+        execution: runs the transformer and its adapter.
+        batch: a batch on the meta device.
+        passes: the passes of each sample.
 
     Attributes:
-        transformer: with its adapter.
+        transformer: the transformer with its adapter.
     """
 
     def __init__(self, execution: Execution, batch: LatentBatch, passes: Passes = ONE) -> None:
@@ -233,7 +233,7 @@ def policy_needs(execution: Execution, data: PairsDataModule, passes: Passes) ->
     """Estimate the bytes of a step of the heaviest batch by checkpointing policy; return them and the batch's tokens.
 
     Args:
-        passes: of each sample, in a step that has the most.
+        passes: the passes of each sample in a step that has the most.
     """
     log.info("estimating the memory of a step, which may take a minute")
     family, base = execution.family, execution.base

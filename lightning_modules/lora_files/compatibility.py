@@ -1,10 +1,7 @@
-"""Programs that read a LoRA file: a table of measured verdicts, and a check by diffusers' own loader.
-
-Measured with diffusers 0.42, peft 0.21 and ComfyUI 0.33.
-"""
+"""Programs that read a LoRA file: ComfyUI by rules measured with 0.33, diffusers by trying its own loader."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -18,31 +15,23 @@ from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import Kronecker, common_kind
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import DORA_SCALE, FORMATS
+from lightning_modules.lora_files.writing import DORA_SCALE, LORA_FORMATS
 
 # Kinds of deltas that diffusers reads.
 IN_DIFFUSERS = ("LoRA", "DoRA", "LoKr")
 # Pipelines whose load_lora_weights reads LoKr; the load_lora_adapter of every transformer does.
 LOKR_LOADERS = ("Flux2", "ZImage")
-# By format, the models (`NativeNames.readers`; "": those without native names) whose load_lora_weights reads it.
-DIFFUSERS = {
-    "diffusers": ("flux", "flux2", "flux3", "krea2", "z_image", "qwen21", ""),
-    "comfyui": ("flux2", "flux3", "krea2", "z_image", "qwen21", ""),
-    "kohya": ("flux", "flux2", "z_image", "qwen21", ""),
-    "onetrainer": ("flux",),
-}
 # The layers of FLUX and similar models that ComfyUI knows by diffusers' names.
 COMFYUI_LAYERS = (
     *("transformer_blocks.", "single_transformer_blocks.", "x_embedder", "context_embedder", "time_text_embed."),
     *("norm_out.", "proj_out"),
 )
 # Layers of Qwen-Image-2.1 that ComfyUI joins, and finds in files by diffusers' names with diffusers' prefix only.
-JOINED = re.compile(r"\.img_mlp\.(proj|gate_layer)$")
+COMFYUI_JOINED = re.compile(r"\.img_mlp\.(proj|gate_layer)$")
 COMFYUI_DORA = "nearly: it divides by the row norms of the base's weights, not of the updated ones"
 UNTRIED = "by its names; no ComfyUI that knows FLUX.3 was measured"
 FUSE = "task=export fuse=true writes a transformer that includes it"
-MASKED = "at its full rank at every timestep, not as it was trained; task=export rank=N writes one rank"
-UNKNOWN_NAMES = "does not know these names"
+MASKED = "it would use the full rank at every timestep; task=export rank=N writes one rank"
 
 
 class Reader(NamedTuple):
@@ -60,98 +49,73 @@ class Reader(NamedTuple):
     @property
     def verdict(self) -> str:
         """The verdict in words."""
-        if self.note == MASKED:
-            return f"read {self.note}"
         return ("reads it" if self.reads else "does not read it") + (f": {self.note}" if self.note else "")
 
 
-def readers(
-    format: str,
-    names: LayerNames,
-    layers: Iterable[str],
-    pipeline_name: str,
-    kind: str = "LoRA",
-    masked: bool = False,
-) -> list[Reader]:
-    """Return each program's verdict on a file.
+def readers(path: Path, format: str, names: LayerNames, pipeline_name: str, transformer: Any) -> list[Reader]:
+    """Return the verdict of each program on a file.
 
     Args:
-        format: a key of `FORMATS`.
-        layers: the adapted ones, by diffusers' names.
-        pipeline_name: of diffusers.
-        kind: kind of its deltas.
-        masked: whether it is a T-LoRA with its rank schedule in the header, and with all its components.
+        format: a key of `LORA_FORMATS`.
+        pipeline_name: the model's pipeline in diffusers.
+        transformer: the model's transformer without an adapter, on the meta device; it stays unchanged.
+
+    Raises:
+        UserError: diffusers does not read a LoRA in its own format.
     """
-    layers = list(layers)
-    found = [_comfyui(format, names, layers, kind), _diffusers(format, names, layers, pipeline_name, kind)]
+    file = LoRAFile(path)
+    deltas = file.read(names, pipeline_name)
+    kind = common_kind(deltas.values())
+    if kind in IN_DIFFUSERS:
+        problem = problem_in_diffusers(path, deltas, pipeline_name, transformer, format)
+        if problem and format == "diffusers" and kind != "LoKr":  # its loader needs a factor that all layers share
+            raise UserError(f"{path} is written, but {problem}. Please report it")
+        fix = "; use format=diffusers" if format != "diffusers" else ""
+        note = problem + fix if problem else loading_call(pipeline_name, kind, format)
+        diffusers = Reader("diffusers", not problem, note)
+    else:
+        diffusers = Reader("diffusers", False, f"it has no {kind}; {FUSE}")
+    found = [in_comfyui(format, names, deltas, kind), diffusers]
     if format == "peft":
         found.append(Reader("peft", True, "PeftModel.from_pretrained(transformer, FOLDER)"))
-    if masked:
-        found = [Reader(one.program, False, MASKED) if one.reads else one for one in found]
-    return [*found, Reader("Retouch", True, "lora=, adapter.init_from=")]
+    if "rank_schedule" in file.adapter:
+        found = [one._replace(reads=False, note=MASKED) if one.reads else one for one in found]
+    return found
 
 
-def _comfyui(format: str, names: LayerNames, layers: list[str], kind: str) -> Reader:
-    if kind == "OFT":
-        return Reader("ComfyUI", False, f"its OFT rotates outputs, and this one inputs; {FUSE}")
-    others = {"z_image": ["kohya"], "flux3": ["onetrainer"]}
-    if format in ["peft", *others.get(names.readers, [])]:
-        return Reader("ComfyUI", False, f"{UNKNOWN_NAMES}; use format=comfyui")
-    joined = names.readers == "qwen21" and any(map(JOINED.search, layers))
-    if kind == "DoRA" and FORMATS[format].magnitude != DORA_SCALE:
-        instead = FUSE if joined else "use format=comfyui"
-        return Reader("ComfyUI", False, f"ignores lora_magnitude_vector, half of the DoRA; {instead}")
-    if joined and format not in ("diffusers", "onetrainer"):
-        instead = FUSE if kind == "DoRA" else "use format=diffusers"
-        return Reader("ComfyUI", False, f"ignores img_mlp.proj and img_mlp.gate_layer; {instead}")
+def in_comfyui(format: str, names: LayerNames, layers: Collection[str], kind: str = "LoRA") -> Reader:
+    """Return ComfyUI's verdict on a file of a format with deltas of a kind for these layers (diffusers' names)."""
+    joined = names.readers == "qwen21" and any(map(COMFYUI_JOINED.search, layers))
     saved = tuple(layer for group in names.saved.values() for layer in group if kind != "LoKr")
-    ignored = [layer for layer in layers if not layer.startswith(saved if names.saved else COMFYUI_LAYERS)]
-    if ignored and names.readers in ("flux", "flux2", "flux3", "longcat") and not FORMATS[format].native:
-        which = f"{len(ignored)} of {len(layers)} layers under these names ({listing(ignored)})"
-        return Reader("ComfyUI", False, f"ignores {which}; use format=comfyui")
+    # It knows other layers of these models by their native names only.
+    like_flux = names.readers in ("flux", "flux2", "flux3", "longcat") and not LORA_FORMATS[format].native
+    known = saved if names.saved else COMFYUI_LAYERS
+    problem = ""
+    if kind == "OFT":
+        problem = f"its OFT rotates outputs, and this one inputs; {FUSE}"
+    elif format == "peft" or (names.readers, format) in (("z_image", "kohya"), ("flux3", "onetrainer")):
+        problem = "it does not know these names; use format=comfyui"
+    elif kind == "DoRA" and LORA_FORMATS[format].magnitude != DORA_SCALE:
+        problem = f"it ignores lora_magnitude_vector, half of the DoRA; {FUSE if joined else 'use format=comfyui'}"
+    elif joined and format not in ("diffusers", "onetrainer"):
+        fix = FUSE if kind == "DoRA" else "use format=diffusers"
+        problem = f"it ignores img_mlp.proj and img_mlp.gate_layer; {fix}"
+    elif like_flux and (ignored := [layer for layer in layers if not layer.startswith(known)]):
+        problem = f"it ignores {listing(ignored)} under these names; use format=comfyui"
     note = UNTRIED if names.readers == "flux3" else COMFYUI_DORA if kind == "DoRA" else ""
-    return Reader("ComfyUI", True, note)
+    return Reader("ComfyUI", not problem, problem or note)
 
 
-def _diffusers(format: str, names: LayerNames, layers: list[str], pipeline_name: str, kind: str) -> Reader:
-    if kind not in IN_DIFFUSERS:
-        return Reader("diffusers", False, f"it has no {kind}; {FUSE}")
-    with_pipeline = format != "peft" and loader_of(pipeline_name, kind) is not None
-    # The transformer's load_lora_adapter converts no names.
-    own = format in ("diffusers", "peft") or (format == "comfyui" and not names.native)
-    if names.readers not in DIFFUSERS[format] if with_pipeline else not own:
-        return Reader("diffusers", False, f"{UNKNOWN_NAMES}; use format=diffusers")
-    if not with_pipeline:
-        prefix = FORMATS[format].prefix.removesuffix(".")
-        call = f"pipe.transformer.load_lora_adapter(FOLDER, prefix={prefix!r}, weight_name=...)"
-        return Reader("diffusers", True, call)
-    # It converts names, and of a DoRA only the projections.
-    if kind == "DoRA" and FORMATS[format].magnitude == DORA_SCALE:
-        return Reader("diffusers", False, "ignores dora_scale, half of the DoRA; use format=diffusers")
-    if ignored := [layer for layer in layers if not _converts(format, names, layer)]:
-        return Reader("diffusers", False, f"does not read {ignored[0]} under these names; use format=diffusers")
-    widths = ", at the real model's widths" if format == "kohya" and names.readers == "flux" else ""
-    return Reader("diffusers", True, f"pipe.load_lora_weights(...){widths}")
+def loading_call(pipeline_name: str, kind: str = "LoRA", format: str = "diffusers", weights: str = "...") -> str:
+    """Return the code by which diffusers reads a file, named by the code `weights`."""
+    if loader_of(pipeline_name, kind, format) is not None:
+        return f"pipe.load_lora_weights({weights})"
+    prefix = LORA_FORMATS[format].prefix.removesuffix(".")
+    return f"pipe.transformer.load_lora_adapter({weights}, prefix={prefix!r}, use_safetensors=True)"
 
 
-def _converts(format: str, names: LayerNames, layer: str) -> bool:
-    """Return whether diffusers' conversion of names knows a layer."""
-    in_block = "transformer_blocks." in layer
-    if names.readers == "flux" and format == "kohya":
-        return in_block
-    if names.readers == "flux" and format == "onetrainer":
-        return not in_block or ".attn." in layer
-    if names.readers == "qwen21" and format == "kohya":
-        return not layer.endswith("_layer") and not layer.startswith("modulation.")
-    if names.readers == "flux2" and FORMATS[format].native:
-        return layer != "norm_out.linear"  # it forgets to swap its halves
-    if names.readers == "flux3" and FORMATS[format].native:
-        return "blocks." in layer
-    return True
-
-
-def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
-    """Return the mixin by which a pipeline of diffusers loads deltas of a kind, found by its name; None without one.
+def loader_of(pipeline_name: str, kind: str = "LoRA", format: str = "diffusers") -> Any:
+    """Return the mixin by which a pipeline of diffusers loads a file, found by its name; None without one.
 
     The pipeline's own module would import its encoders' classes, which training on cached latents never imports.
     """
@@ -160,45 +124,26 @@ def loader_of(pipeline_name: str, kind: str = "LoRA") -> Any:
     end = "LoraLoaderMixin"
     starts = [name.removesuffix(end) for name in vars(lora_pipeline) if name.endswith(end)]
     longest = max((start for start in starts if start and pipeline_name.startswith(start)), key=len, default=None)
-    if longest is None or (kind == "LoKr" and longest not in LOKR_LOADERS):
+    if longest is None or format == "peft" or (kind == "LoKr" and longest not in LOKR_LOADERS):
         return None
     return getattr(lora_pipeline, longest + end)
 
 
-def read_back(path: Path, names: LayerNames, pipeline_name: str, transformer: Any) -> str:
-    """Check a file in diffusers' format as `check_with_diffusers`; return the programs' verdicts in words."""
-    file = LoRAFile(path)
-    deltas = file.read(names, pipeline_name)
-    kind = common_kind(deltas.values())
-    found = readers("diffusers", names, deltas, pipeline_name, kind, "rank_schedule" in file.adapter)
-    if kind in IN_DIFFUSERS:
-        try:
-            check_with_diffusers(path, deltas, pipeline_name, transformer)
-        except UserError as error:
-            if kind != "LoKr":
-                raise
-            # It refuses a LoKr whose layers share no factor; ComfyUI needs none.
-            found = [Reader("diffusers", False, str(error)) if one.program == "diffusers" else one for one in found]
-    return "; ".join(f"{one.program}: {one.verdict}" for one in found if one.program != "Retouch")
-
-
-def check_with_diffusers(path: Path, deltas: Mapping[str, Delta], pipeline_name: str, transformer: Any) -> None:
-    """Raise a UserError unless the loader of diffusers' pipeline reads these deltas from a file.
-
-    Args:
-        transformer: without an adapter, on the meta device; it stays unchanged.
-    """
-    copy, loader = _without_memory(transformer), loader_of(pipeline_name, common_kind(deltas.values()))
+def problem_in_diffusers(
+    path: Path, deltas: Mapping[str, Delta], pipeline_name: str, transformer: Any, format: str = "diffusers"
+) -> str:
+    """Return why diffusers' loader does not read these deltas from a file; "" if it does. Arguments as of `readers`."""
+    copy, loader = _without_memory(transformer), loader_of(pipeline_name, common_kind(deltas.values()), format)
+    where: dict[str, Any] = {"weight_name": path.name, "adapter_name": "check"}
     try:
         if loader is None:
-            copy.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name="check")
+            copy.load_lora_adapter(path.parent, prefix=LORA_FORMATS[format].prefix.removesuffix("."), **where)
         else:
-            pipeline = type("Pipeline", (TransformerOnly, loader), {})(copy)
-            pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check")
+            type("Pipeline", (TransformerOnly, loader), {})(copy).load_lora_weights(path.parent, **where)
     except Exception as error:  # another library's loader may raise anything
-        why = f"diffusers' {pipeline_name} cannot load it: {reason(error)}"
-        raise UserError(f"{path} is written, but {why}") from error
-    require_loaded(copy, "check", deltas, path)
+        return f"diffusers' {pipeline_name} cannot load it: {reason(error)}"
+    wrong = misread(copy, "check", deltas)
+    return f"diffusers reads {listing(wrong)} wrongly or not at all" if wrong else ""
 
 
 class TransformerOnly:
@@ -222,13 +167,11 @@ def _without_memory(transformer: Any) -> Any:
 
 
 @torch.no_grad()
-def require_loaded(transformer: nn.Module, adapter_name: str, deltas: Mapping[str, Delta], path: Path) -> None:
-    """Raise a UserError unless a loader has put exactly these deltas of a file into a transformer."""
+def misread(transformer: nn.Module, adapter_name: str, deltas: Mapping[str, Delta]) -> list[str]:
+    """Return the layers in which a loader has put other deltas into a transformer; an update of zero is none."""
     loaded = peft_deltas(transformer, adapter_name)
-    wrong = sorted(loaded.keys() ^ deltas.keys())
-    wrong += [name for name in loaded.keys() & deltas.keys() if not _is_same(loaded[name], deltas[name])]
-    if wrong:
-        raise UserError(f"{path}: diffusers read it wrongly: {listing(wrong)} differ from the file. Please report it")
+    wrong = sorted(deltas.keys() - loaded.keys())
+    return wrong + [name for name, one in loaded.items() if not _is_same(one, deltas.get(name, one.scaled(0)))]
 
 
 def _is_same(loaded: Delta, expected: Delta) -> bool:

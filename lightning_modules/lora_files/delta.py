@@ -192,7 +192,7 @@ class LowRank(Delta):
     def reduced(self, rank: int) -> "LowRank":
         """Return the closest delta of at most this rank, or itself if its rank is no higher.
 
-        By the singular values of `up @ down` (Eckart and Young, 1936), which are those of a matrix of (rank, rank).
+        Keeps the largest singular values of `up @ down` (Eckart and Young, 1936), computed from a (rank, rank) matrix.
         """
         if self.rank <= rank:
             return self
@@ -229,7 +229,7 @@ def swap_halves(rows: Tensor, swapped: bool = True) -> Tensor:
 def best_of_rank(matrix: Tensor, rank: int) -> tuple[LowRank, float]:
     """Return the delta of a rank that is nearest to a matrix (out, in), and the squared distance (Frobenius norm).
 
-    By the eigenvectors of the smaller Gram matrix, in double precision: as exact as an SVD in single precision, and
+    Uses the eigenvectors of the smaller Gram matrix in double precision: as exact as an SVD in single precision, and
     several times as fast. Both factors share the singular values, as in trained LoRAs.
     """
     tall = matrix.shape[0] > matrix.shape[1]

@@ -271,12 +271,12 @@ def _block_size(skew: Tensor) -> int:
     return (1 + math.isqrt(1 + 8 * skew.shape[-1])) // 2
 
 
-KINDS: tuple[type[Delta], ...] = (LowRank, Kronecker, Hadamard, Rotation)
+DELTA_KINDS: tuple[type[Delta], ...] = (LowRank, Kronecker, Hadamard, Rotation)
 
 
 def matching_kinds(parts: Collection[str]) -> list[type[Delta]]:
     """Return the kinds of deltas that some of a layer's tensors belong to."""
-    return [kind for kind in KINDS if set(kind.parts) & set(parts)]
+    return [kind for kind in DELTA_KINDS if set(kind.parts) & set(parts)]
 
 
 def make_delta(tensors: Mapping[str, Tensor]) -> Delta:

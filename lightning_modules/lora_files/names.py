@@ -12,18 +12,18 @@ PREFIXES = (
     *("model.", "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_"),
 )
 # Endings of a layer's tensors. peft includes the adapter's name unless it saves the file itself.
-PARTS = {
+PART_ENDINGS = {
     "down": re.compile(r"\.(?:lora_A(?:\.[^.]+)?|lora_down|lora\.down)\.weight$"),
     "up": re.compile(r"\.(?:lora_B(?:\.[^.]+)?|lora_up|lora\.up)\.weight$"),
     "alpha": re.compile(r"\.alpha$"),
     "magnitude": re.compile(r"\.(?:lora_magnitude_vector(?:\.[^.]+){0,2}|dora_scale|magnitude)$"),
 }
-# LyCORIS' and peft's names of other kinds are those of `Delta.parts`.
+# LyCORIS and peft name the tensors of other kinds as `Delta.parts` does.
 FACTORS = re.compile(
     r"\.(lokr_w[12](?:_[ab])?|hada_w[12]_[ab]|oft_R(?=(?:\.default)?\.weight$))(?:\.default)?(?:\.weight)?$"
 )
 # x-flux: double_blocks.0.processor.qkv_lora1.down.weight
-PROCESSORS = re.compile(r"(?<=_lora|lora[12])\.(down|up)\.weight$")
+X_FLUX = re.compile(r"(?<=_lora|lora[12])\.(down|up)\.weight$")
 # Wrappers of modules in training (compiling, DDP, FSDP, DeepSpeed, checkpointing), anywhere in a name.
 WRAPPERS = re.compile(
     r"(?:^|(?<=[._]))(?:_orig_mod[._]|(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module)\.)"
@@ -38,7 +38,7 @@ IGNORED = {
     "embeddings": re.compile(r"bundle_emb\.|emb_params$|string_to_param\."),
 }
 # Adapters that are not read, by words in the names of their tensors.
-UNREAD = {"lora_E": "AdaLoRA", "vera_": "VeRA", "ia3_": "IA3", "boft_": "BOFT", "oft_blocks": "LyCORIS' OFT"}
+OTHER_ADAPTERS = {"lora_E": "AdaLoRA", "vera_": "VeRA", "ia3_": "IA3", "boft_": "BOFT", "oft_blocks": "LyCORIS' OFT"}
 
 
 class NativeNames(NamedTuple):
@@ -47,14 +47,14 @@ class NativeNames(NamedTuple):
     In all names `{}` is the index of a block.
 
     Attributes:
-        layers: by native name the layers of diffusers, whose outputs the native layer concatenates.
+        layers: the layers of diffusers whose outputs a native layer concatenates, by its name.
         read_only: further names in files. LoRAs are not written with them; whole models are, if `layers` has none.
         swapped: layers of diffusers whose native counterparts have the two halves of the outputs in reverse order.
-        readers: which programs know these names, a key of the tables in compatibility.py.
+        readers: the model in compatibility.py's rules for ComfyUI.
         saved: native names in the files of runs as well, if ComfyUI reads no others and diffusers converts these; it
             reads a LoKr by its own names only.
-        tensors: by native name the tensors outside of linear layers; of several names of one, the first is written.
-        flat: a regular expression of those of them that are vectors in native files, with the same values in order.
+        tensors: the tensors outside of linear layers by native name; if one has several names, the first is written.
+        flat: a regular expression for tensors that are vectors in native files, with the same values in order.
         unused: regular expressions of whole names: tensors in native files that the transformer does not have.
         marks: tensors of files for transformers of which a setting, named here, is true.
     """
@@ -97,10 +97,10 @@ class LayerNames:
 
     Args:
         transformer: it may be on the meta device, and have adapters; of an unknown model only its layers' shapes.
-        native: its layer names in the model's own code.
+        native: the names of its layers in the model's own code.
 
     Attributes:
-        shapes: by diffusers' names of the layers.
+        shapes: the shape of each layer by diffusers' name.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ def flat(name: str) -> str:
 
 
 def split_key(key: str) -> tuple[str, str | None]:
-    """Split a tensor's name into that of its layer and its part; the part is None for an unknown tensor."""
+    """Split a tensor's name into its layer's name and its part; the part is None for an unknown tensor."""
     key = WRAPPERS.sub("", key)
-    if found := PROCESSORS.search(key) or FACTORS.search(key):
+    if found := X_FLUX.search(key) or FACTORS.search(key):
         return key[: found.start()], found[1]
-    for part, end in PARTS.items():
+    for part, end in PART_ENDINGS.items():
         if found := end.search(key):
             return key[: found.start()], part
     return key, None

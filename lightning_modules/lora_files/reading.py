@@ -20,7 +20,7 @@ from foundation.files import kind_of_file, read_bytes, reading
 from foundation.hub import repository_file
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import make_delta, matching_kinds
-from lightning_modules.lora_files.names import UNREAD, LayerNames, Meaning, ignored, split_key
+from lightning_modules.lora_files.names import OTHER_ADAPTERS, LayerNames, Meaning, ignored, split_key
 
 log = logging.getLogger("retouch")
 
@@ -28,7 +28,7 @@ log = logging.getLogger("retouch")
 HEADER_KEY = "retouch"
 # Key under which diffusers' own trainers store peft's settings.
 DIFFUSERS_KEY = "lora_adapter_metadata"
-REMEDY = "name a LoRA's safetensors file, or download it again"
+NAME_ANOTHER = "name a LoRA's safetensors file, or download it again"
 CORRECT = "Correct the wrong one, or download both again"
 # Bytes; a LoRA of thousands of layers has a header of about one million.
 LARGEST_HEADER = 10 * 10**6
@@ -60,7 +60,7 @@ _compiled = lru_cache(4096)(regex.compile)
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 # The name of one of peft's adapters.
-ADAPTER = re.compile(r"\.lora_[AB]\.([^.]+)\.weight$")
+NAMED_ADAPTER = re.compile(r"\.lora_[AB]\.([^.]+)\.weight$")
 # owner/name, or owner/name/FILE.
 ON_THE_HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?:/(.+\.safetensors))?", re.ASCII)
 
@@ -125,15 +125,15 @@ class LoRAFile:
 
     Attributes:
         metadata: the header's entries other than tensors.
-        shapes: of its tensors.
-        dtypes: of its tensors, by safetensors' names.
+        shapes: the shape of each tensor.
+        dtypes: safetensors' name of each tensor's dtype.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with reading(self.path, REMEDY):
+        with reading(self.path, NAME_ANOTHER):
             if kind := kind_of_file(path):
-                raise UserError(f"{path} is {kind}; {REMEDY}")
+                raise UserError(f"{path} is {kind}; {NAME_ANOTHER}")
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if LARGEST_HEADER < length <= path.stat().st_size:
@@ -150,26 +150,24 @@ class LoRAFile:
     @contextmanager
     def opened(self) -> Iterator[Callable[[str], Tensor]]:
         """Yield a function that reads a tensor by its name."""
-        with reading(self.path, REMEDY), safetensors.safe_open(self.path, framework="pt") as file:
+        with reading(self.path, NAME_ANOTHER), safetensors.safe_open(self.path, framework="pt") as file:
             yield file.get_tensor
 
     @cached_property
-    def header(self) -> dict[str, Any] | None:
-        """The facts about the run that Retouch wrote into the file; None for other programs' files."""
-        if HEADER_KEY not in self.metadata:
-            return None
-        with reading(self.path, REMEDY):
-            header = _json_object(self.metadata[HEADER_KEY])
+    def header(self) -> dict[str, Any]:
+        """The facts about the run that Retouch wrote into the file; empty for other programs' files."""
+        with reading(self.path, NAME_ANOTHER):
+            header = _json_object(self.metadata.get(HEADER_KEY, "{}"))
             parts = [header.get(name) for name in ("adapter", "model", "export")]
             parts += [(parts[0] or {}).get("rank_schedule"), (parts[1] or {}).get("quantization")]
             if not all(part is None or isinstance(part, dict) for part in parts):
                 raise ValueError(f"its header {HEADER_KEY} is not one of ours")
-        return header or None
+        return header
 
     @property
     def adapter(self) -> dict[str, Any]:
         """The header's facts about the adapter; empty for other programs' files."""
-        return (self.header or {}).get("adapter") or {}
+        return self.header.get("adapter") or {}
 
     @cached_property
     def ignored(self) -> dict[str, list[str]]:
@@ -179,9 +177,9 @@ class LoRAFile:
 
     @cached_property
     def parts(self) -> dict[str, dict[str, str]]:
-        """Names of each layer's tensors (alpha and those of the delta), by the file's name of the layer."""
+        """Names of each layer's tensors (its delta's and alpha), by the file's name of the layer."""
         layers: dict[str, dict[str, str]] = {}
-        others, adapters = [], {one[1]: key for key in self.shapes if (one := ADAPTER.search(key))}
+        others, adapters = [], {one[1]: key for key in self.shapes if (one := NAMED_ADAPTER.search(key))}
         if len(adapters) > 1:
             raise self._error(f"contains several adapters ({_some_keys([*adapters.values()])}). Name one")
         for key in self.shapes:
@@ -195,7 +193,7 @@ class LoRAFile:
             else:
                 layers[name][part] = key
         others += [key for parts in layers.values() if not matching_kinds(parts) for key in parts.values()]
-        of = next((f" of {kind}" for word, kind in UNREAD.items() if any(word in key for key in others)), "")
+        of = next((f" of {kind}" for word, kind in OTHER_ADAPTERS.items() if any(word in key for key in others)), "")
         if others and not layers and not of:
             raise UserError(
                 f"{self.path} is not a LoRA: it has {_some_keys(sorted(others))}. A model's own weights are set by "
@@ -214,12 +212,12 @@ class LoRAFile:
     @cached_property
     def empty(self) -> dict[str, Delta]:
         """Each layer's delta on the meta device, by the file's name of the layer."""
-        with reading(self.path, REMEDY):
+        with reading(self.path, NAME_ANOTHER):
             settings = [item for one in self._peft_settings.values() for item in one.items()]
         for name, value in sorted(settings, key=lambda item: item[0] != "peft_type"):
             if name not in UNDERSTOOD and value not in AS_USUAL.get(name, (None, False, "", [], {})):
                 raise self._error(
-                    f"was saved by peft with {name}={printable(str(value)[:60])}, which Retouch does not read. Save it "
+                    f"was saved by peft with {name}={shown(value, 60)}, which Retouch does not read. Save it "
                     "as a plain LoRA there"
                 )
         found = {}
@@ -228,9 +226,7 @@ class LoRAFile:
             try:
                 found[name] = make_delta(tensors)
             except ValueError as error:
-                raise self._error(
-                    f"contains a layer that Retouch does not read: {short_key(name)} has {error}"
-                ) from error
+                raise self._error(f"contains a layer that Retouch does not read: {shown(name)} has {error}") from error
         return found
 
     def match(self, names: LayerNames, base: str) -> dict[str, Meaning]:
@@ -240,17 +236,17 @@ class LoRAFile:
         for name, delta in self.empty.items():
             meaning = names.meaning(name)
             if meaning is None:
-                unknown.append(f"{short_key(name)} is not in the model")
+                unknown.append(f"{shown(name)} is not in the model")
                 continue
             shapes = names.shapes_of(meaning.layers)
             wanted = sum(one.out_features for one in shapes), shapes[0].in_features
             out, width = delta.shape
             if wanted != (out or wanted[0], width):
-                wide.append(f"{short_key(name)} is {out or 'any'}x{width}, in the model {wanted[0]}x{wanted[1]}")
+                wide.append(f"{shown(name)} is {out or 'any'}x{width}, in the model {wanted[0]}x{wanted[1]}")
             found[name] = meaning
         if wrong := unknown + wide:
-            trained_on = (self.header or {}).get("base")
-            hint = f"; it was trained on {printable(str(trained_on)[:150])}" if trained_on else ""
+            trained_on = self.header.get("base")
+            hint = f"; it was trained on {shown(trained_on)}" if trained_on else ""
             raise self._error(f"does not fit {base}: {listing(wrong)}{hint}")
         return found
 
@@ -264,17 +260,17 @@ class LoRAFile:
             for name, parts in self.parts.items():
                 tensors = {part: read_tensor(key).float().reshape(self.shapes[key]) for part, key in parts.items()}
                 if bad := [parts[part] for part, tensor in tensors.items() if not tensor.isfinite().all()]:
-                    raise self._error(f"contains values that are not finite ({short_key(bad[0])}): training diverged")
+                    raise self._error(f"contains values that are not finite ({shown(bad[0])}): training diverged")
                 whole = self.empty[name].like(tensors)
                 scale = self._scale(names, name, whole, tensors.get("alpha"))
                 unstated += [name] if scale is None else []
                 whole = whole if scale in (None, 1) else whole.scaled(scale)
                 for layer, delta in _split(whole, meanings[name], names).items():
                     if layer in deltas:
-                        raise self._error(f"contains {layer} twice, once as {short_key(name)}. Remove one of them")
+                        raise self._error(f"contains {layer} twice, once as {shown(name)}. Remove one of them")
                     deltas[layer] = delta
         by_peft = self.path.name == PEFT_WEIGHTS_NAME or any(name.startswith("base_model.") for name in unstated)
-        if unstated and self.header is None and (by_peft or len(unstated) < len(self.parts)):
+        if unstated and not self.header and (by_peft or len(unstated) < len(self.parts)):
             lacks = f"neither an alpha nor an {PEFT_CONFIG_NAME} next to {PEFT_WEIGHTS_NAME}. A scale of 1 is assumed"
             log.warning(f"note: {self.path} states no scale for {_some_keys(unstated)}: {lacks}")
         return {layer: deltas[layer] for layer in names.shapes if layer in deltas}
@@ -297,14 +293,14 @@ class LoRAFile:
                 said, scale = _contradicted(settings, layers, delta), _peft_scale(settings, layers, delta)
             if said:
                 has = f"is a {delta.kind} and has rank {delta.size}"
-                raise self._error(f"contradicts itself: {source} says {said}, {short_key(name)} {has}. {CORRECT}")
+                raise self._error(f"contradicts itself: {source} says {said}, {shown(name)} {has}. {CORRECT}")
             if scale is not None:
                 scales[source] = scale
         if not all(map(math.isfinite, scales.values())):
-            raise ValueError(f"the alpha of {short_key(name)} is not finite")
+            raise ValueError(f"the alpha of {shown(name)} is not finite")
         if scales and not math.isclose(min(scales.values()), max(scales.values()), rel_tol=0.01):  # bfloat16's rounding
             said = " and ".join(f"{scale:g} by {source}" for source, scale in scales.items())
-            raise self._error(f"contradicts itself: the scale of {short_key(name)} is {said}. {CORRECT}")
+            raise self._error(f"contradicts itself: the scale of {shown(name)} is {said}. {CORRECT}")
         return next(iter(scales.values()), None if delta.divisor else 1.0)
 
     @cached_property
@@ -325,7 +321,7 @@ class LoRAFile:
 
 
 def _split(whole: Delta, meaning: Meaning, names: LayerNames) -> dict[str, Delta]:
-    """Split a delta into those of the layers that its name stands for; an unchanged layer has none."""
+    """Split a delta into one per layer that its name stands for, except for unchanged layers."""
     if len(meaning.layers) == 1 and not meaning.swapped:
         return {meaning.layers[0]: whole}
     widths = [one.out_features for one in names.shapes_of(meaning.layers)]
@@ -389,10 +385,11 @@ def _matches(pattern: str, layers: tuple[str, ...], kind: str) -> bool:
         raise ValueError(f"{kind}: {error}") from error
 
 
-def short_key(name: str) -> str:
-    """Return a file's name of something, of any length and content, as part of a line."""
-    return printable(name if len(name) <= 100 else f"{name[:100]}...")
+def shown(value: Any, most: int = 100) -> str:
+    """Return a text from a file, of any length and content, as part of one line, without its middle if it is long."""
+    text = str(value)
+    return printable(text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}")
 
 
 def _some_keys(names: Sequence[str]) -> str:
-    return listing(list(map(short_key, names)))
+    return listing(list(map(shown, names)))

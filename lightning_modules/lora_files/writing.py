@@ -21,8 +21,7 @@ from lightning_modules.lora_files.reading import HEADER_KEY, PEFT_CONFIG_NAME, P
 log = logging.getLogger("retouch")
 
 # Dtypes of the weights in a file, by the values of export.dtype.
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KINDS = ("LoRA", "DoRA", "LoKr", "LoHa", "OFT")
+FILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DORA_SCALE = ("dora_scale", True)
 # Endings of tensors that are not rounded.
 EXACT = (".alpha", ".lora_magnitude_vector", ".dora_scale")
@@ -50,7 +49,7 @@ class FileFormat(NamedTuple):
     alpha: bool = False
     fallback: str | None = None
     file: str | None = None
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = ("LoRA", "DoRA", "LoKr", "LoHa", "OFT")
 
     def key(self, part: str) -> str:
         """Return the name of a tensor of `Delta.tensors`."""
@@ -59,22 +58,26 @@ class FileFormat(NamedTuple):
         return own.get(part, part)
 
 
-FORMATS = {
+LORA_FORMATS = {
     "diffusers": FileFormat("transformer.", file=WEIGHTS_NAME),
     "comfyui": FileFormat(
-        "diffusion_model.", native=True, magnitude=DORA_SCALE, fallback="transformer.", kinds=KINDS[:4]
+        "diffusion_model.",
+        native=True,
+        magnitude=DORA_SCALE,
+        fallback="transformer.",
+        kinds=("LoRA", "DoRA", "LoKr", "LoHa"),
     ),
-    "kohya": FileFormat("lora_unet_", native=True, flat=True, alpha=True, magnitude=DORA_SCALE, kinds=KINDS[:2]),
-    "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME, kinds=KINDS[:2]),
+    "kohya": FileFormat("lora_unet_", native=True, flat=True, alpha=True, magnitude=DORA_SCALE, kinds=("LoRA", "DoRA")),
+    "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME, kinds=("LoRA", "DoRA")),
     "onetrainer": FileFormat("lora_transformer_", flat=True, alpha=True, magnitude=DORA_SCALE),
 }
 
 
 def export_dtype(name: str) -> torch.dtype:
     """Return the dtype of a value of export.dtype; raises UserError for an unknown one."""
-    if name not in DTYPES:
-        raise UserError(f"export.dtype={name}: choose {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in FILE_DTYPES:
+        raise UserError(f"export.dtype={name}: choose {', '.join(FILE_DTYPES)}")
+    return FILE_DTYPES[name]
 
 
 def write(
@@ -91,10 +94,10 @@ def write(
     and ComfyUI drops a header's.
 
     Args:
-        path: of the file; peft's gets its adapter_config.json next to it.
-        deltas: by diffusers' names of the layers.
-        dtype: of the weights, unless some are beyond its range.
-        format: a key of `FORMATS`.
+        path: the file; peft's adapter_config.json is written next to its file.
+        deltas: the deltas by diffusers' names of the layers.
+        dtype: the dtype of the weights, unless some exceed its range.
+        format: a key of `LORA_FORMATS`.
         names: the model's layers, for native names.
     """
     tensors = encode(deltas, format, names)
@@ -103,18 +106,23 @@ def write(
     if bad := [key for key, tensor in cast.items() if not tensor.isfinite().all()]:
         log.warning(f"note: {listing(bad)} exceeds the range of {str(dtype)[6:]}: {path} is in float32")
         cast = _cast(tensors, torch.float32)
-    # Only one entry: safetensors writes several in random order, and equal weights should be equal files.
-    blob = safetensors.torch.save(cast, {HEADER_KEY: json.dumps(header, sort_keys=True)})
-    with replacing(path) as temporary:
-        temporary.write_bytes(blob)
+    save(path, cast, header)
     if path.name == PEFT_WEIGHTS_NAME:
         with replacing(path.with_name(PEFT_CONFIG_NAME)) as temporary:
             loras = {name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)}
             temporary.write_text(json.dumps(_peft_settings(loras), indent=2), encoding="utf-8")
 
 
+def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors with their names in the file, atomically."""
+    # Only one entry: safetensors writes several in random order, and equal weights should be equal files.
+    blob = safetensors.torch.save(dict(tensors), {HEADER_KEY: json.dumps(header, sort_keys=True)})
+    with replacing(path) as temporary:
+        temporary.write_bytes(blob)
+
+
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copy tensors to a dtype: safetensors refuses tensors that share memory, as those of fused layers do.
+    """Copy tensors to a dtype: safetensors refuses tensors that share memory, as in fused layers.
 
     An alpha keeps its dtype: bfloat16 lacks integers above 256. So do DoRA's magnitudes: they are close to the norms of
     the base's rows, and 16 bits would lose most of the difference.
@@ -134,18 +142,18 @@ def require_finite(tensors: Mapping[str, Tensor], remedy: str) -> None:
 
 def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = None) -> dict[str, Tensor]:
     """Return the tensors of a file, by their names in a format; raises UserError if it cannot hold the deltas."""
-    how = FORMATS[format]
+    how = LORA_FORMATS[format]
     if format == "onetrainer" and names is not None and names.readers in ("", "krea2", "z_image", "qwen21"):
         how = how._replace(prefix="transformer.", flat=False)  # its names are flat only for FLUX
     if (kind := common_kind(deltas.values())) not in how.kinds:
-        others = [f"format={name}" for name, one in FORMATS.items() if kind in one.kinds]
+        others = [f"format={name}" for name, one in LORA_FORMATS.items() if kind in one.kinds]
         raise UserError(f"format={format}: a {kind} cannot be written in it. Choose {' or '.join(others)}")
     if found := [f"{name}: {delta.unwritable}" for name, delta in deltas.items() if delta.unwritable]:
         raise UserError(f"{found[0]}: no other file can hold it. rank=N writes the closest LoRA")
     rank = max((delta.divisor or 1 for delta in deltas.values()), default=1)
     native = names.native if how.native and names is not None else {}
     if format == "diffusers" and names is not None and names.saved and kind != "LoKr":
-        how, native = how._replace(prefix=FORMATS["comfyui"].prefix), names.saved
+        how, native = how._replace(prefix=LORA_FORMATS["comfyui"].prefix), names.saved
     named, apart = (deltas, {}) if names is None else _as_native(deltas, names, native)
     if apart and how.fallback is None:
         raise UserError(f"format={format}: {next(iter(apart.values()))}. Choose format=comfyui or format=diffusers")
@@ -184,11 +192,12 @@ def _join(parts: Sequence[Delta | None], layers: Sequence[str], names: LayerName
     if len(layers) == 1 and layers[0] not in names.swapped:
         return present[0]
     loras = [part for part in present if isinstance(part, LowRank)]
-    if len(loras) < len(present):
-        raise ValueError(f"{listing(list(layers))} are one layer in the model's own code, but a {present[0].kind} here")
     magnitudes = [part.magnitude for part in loras if part.magnitude is not None]
+    joined = f"{listing(list(layers))} are one layer in the model's own code"
+    if len(loras) < len(present):
+        raise ValueError(f"{joined}, but a {present[0].kind} here")
     if magnitudes and len(magnitudes) < len(parts):
-        raise ValueError(f"{listing(list(layers))} are one layer in the model's own code, and only some have DoRA")
+        raise ValueError(f"{joined}, and only some have DoRA")
     if len(loras) == len(parts) and all(torch.equal(part.down, loras[0].down) for part in loras):
         down, up = loras[0].down, torch.cat([part.up for part in loras])
     else:

@@ -11,16 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from foundation.catalogue import catalogue, shipped_configuration
 from foundation.errors import UserError, listing
 from foundation.files import reading
 from foundation.hub import repository_file
 from lightning_modules.lora_files.names import WRAPPERS
-from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, rotated_group
-from lightning_modules.quantization.eight_bit import GROUPS
-from lightning_modules.quantization.quantization import FORMATS, PLAIN
+from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights, Weights, rotated_group
+from lightning_modules.quantization.eight_bit import ROTATED_GROUPS
+from lightning_modules.quantization.quantization import PLAIN, QUANTIZATIONS
 
 log = logging.getLogger("retouch")
 
@@ -128,7 +128,7 @@ def open_weights(
     if index is not None:
         with reading(index, GET_AGAIN):
             listed = {WRAPPERS.sub("", name): str(file) for name, file in read_json(index)["weight_map"].items()}
-    # transformers would read the usual file, diffusers those of the index: their tensors are there twice.
+    # transformers would read the usual file, diffusers the files of the index: tensors may be there twice.
     names = {*listed.values()} | ({usual} if not listed or Path(repository, start, usual).is_file() else set())
     files = {name: repository_file(repository, start + name, revision) for name in sorted(names)}
     if missing := [name for name, file in files.items() if file is None]:
@@ -148,28 +148,23 @@ def open_weights(
     return weights
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a model's files must have, tied ones once."""
-    state = model.state_dict()
-    buffers = {name: one for name, one in model.named_buffers() if name in state and one.is_floating_point()}
-    return dict(model.named_parameters()) | buffers
-
-
-def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
+def check_names(weights: Weights, model: nn.Module, where: str) -> None:
     """Raise a UserError unless a model's tensors, which may be on the meta device, are all on disk, and no others."""
-    dtypes, own = weights.dtypes, stored_tensors(model)
+    dtypes, state = weights.dtypes, model.state_dict()
+    buffers = {name: one for name, one in model.named_buffers() if name in state and one.is_floating_point()}
+    own = dict(model.named_parameters()) | buffers  # tied ones once
     check_notes(weights, where)
     if missing := [name for name in own if name not in dtypes]:
         raise UserError(f"{where} lacks {listing(missing)}: is it complete, and made for {type(model).__name__}?")
     layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and f"{name}.weight" in dtypes]
     known = {name for name in own if dtypes[name] in PLAIN}
-    known = known.union(*(row.readable(dtypes, layers, where) for row in FORMATS.values()))
+    known = known.union(*(row.readable(dtypes, layers, where) for row in QUANTIZATIONS.values()))
     if strange := [name for name in own if name not in known]:
         raise UserError(
             f"{where} has {listing(strange)} in {dtypes[strange[0]]}, whose scales are not known, {NOT_READ}"
         )
     if unexpected := sorted(dtypes.keys() - known):
-        raise UserError(f"{where} has {listing(unexpected)}, for which its model has no place: they would be left out")
+        raise UserError(f"{where} has {listing(unexpected)}, which its model lacks: they would be left out")
     for name, tensor in own.items():  # packed weights have other shapes
         stored, wanted = ("x".join(map(str, shape)) for shape in (weights.shapes[name], tensor.shape))
         if dtypes[name] != "U8" and stored != wanted:
@@ -178,7 +173,7 @@ def check_names(weights: FileWeights, model: nn.Module, where: str) -> None:
             )
 
 
-def check_notes(weights: FileWeights, where: str) -> None:
+def check_notes(weights: Weights, where: str) -> None:
     """Raise a UserError for a file that is quantized in a way that is not read, by ComfyUI's notes or its names."""
     for layer, note in weights.notes.items():
         name, format, group = f"{layer}.weight", note.get("format"), rotated_group(note)
@@ -187,7 +182,7 @@ def check_notes(weights: FileWeights, where: str) -> None:
         unknown = any(note[key] for key in note.keys() - known) or not note.get("weight_rotated", True)
         if format != COMFY.get(dtype) or unknown:
             raise UserError(f"{where} has {layer} quantized by {format or note}, {NOT_READ}")
-        if group != 1 and (group not in GROUPS or weights.shapes[name][1] % group):
+        if group != 1 and (group not in ROTATED_GROUPS or weights.shapes[name][1] % group):
             raise UserError(f"{where} has {layer} rotated in groups of {group}, {NOT_READ}")
     for sign, what in SIGNS.items():
         if any(re.search(sign, name) for name in weights.dtypes):

@@ -1,7 +1,8 @@
 """A folder of ComfyUI in place of repositories: a model's files, found below models/ by their tensors and names."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from glob import escape, glob
 from pathlib import Path
@@ -22,7 +23,7 @@ FOLDERS = {
     "text_encoder": ("text_encoders", "clip"),
     "vae": ("vae",),
 }
-# Words in the names of files with the tensors of one of ours: Qwen-Image's autoencoder was trained from Wan's.
+# Words in the names of other models' files with equal tensors: Qwen-Image's autoencoder was trained from Wan's.
 OTHERS = {"wan"}
 
 
@@ -30,10 +31,10 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
     """Return the settings with the files in settings.comfyui for the components that they do not name.
 
     Args:
-        source: of the transformer, under another name.
+        source: the source of the transformer, under another name.
 
     Raises:
-        UserError: it is no such folder, or a component has no file or several.
+        UserError: it is not a folder of ComfyUI, or not exactly one file fits a component.
     """
     if settings.comfyui is None:
         return settings
@@ -42,21 +43,26 @@ def with_comfyui(settings: ModelSettings, family: type[Family], source: Transfor
         base = Path(base).name.replace("--", "/", 1)
     models = folder / "models" if (folder / "models").is_dir() else folder
     if not any((models / name).is_dir() for names in FOLDERS.values() for name in names):
-        raise UserError(f"model.comfyui={settings.comfyui}: it has no models/diffusion_models. Correct the path.")
+        raise UserError(f"model.comfyui={settings.comfyui}: models/diffusion_models is missing. Correct the path.")
     repository = str(shipped_configuration(base) or resolve_repository(base)), settings.revision
     needed = with_weights(read_index(*repository))
-    read_components: dict[str, Callable[[Path], Collection[str]]] = {
-        "transformer": lambda path: ["transformer"] if replace(source, name=str(path)).weights() else [],
-        "text_encoder": lambda path: open_components(str(path), None, *repository),
-        "vae": lambda path: open_components(None, str(path), *repository),
-    }
+
+    def components_in(path: Path, kind: str) -> Collection[str]:
+        """Return the names of the components that a file fits."""
+        with suppress(UserError):
+            if kind != "transformer":
+                return open_components({kind: [str(path)]}, *repository)
+            replace(source, name=str(path)).weights()
+            return [kind]
+        return []
+
     found: dict[str, Any] = {}
     for kind, folders in FOLDERS.items():
         key = f"{kind}_name_or_path"
         if getattr(settings, key) is None:
             files = [path for one in folders for path in _files(models / one)]
             named = [path for path in files if _is_named_for(path, base, family if kind == "transformer" else None)]
-            fitting = {str(path.relative_to(models)): _names(read_components[kind], path) for path in named}
+            fitting = {str(path.relative_to(models)): components_in(path, kind) for path in named}
             chosen: dict[str, str] = {}
             for part in [name for name in needed if name.startswith(kind)]:
                 several = [name for name, parts in fitting.items() if part in parts]
@@ -76,14 +82,6 @@ def _files(folder: Path) -> list[Path]:
     """Return the files of weights below a folder; unlike Path.rglob, glob follows links to folders."""
     names = sorted(glob(f"{escape(str(folder))}/**", recursive=True))
     return [Path(name) for name in names if name.lower().endswith(SUFFIXES)]
-
-
-def _names(read_components: Callable[[Path], Collection[str]], path: Path) -> Collection[str]:
-    """Return the names of the components that a file fits."""
-    try:
-        return read_components(path)
-    except UserError:
-        return ()
 
 
 def _is_named_for(path: Path, base: str, family: type[Family] | None) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
@@ -24,7 +24,7 @@ from lightning_modules.pretrained.repository import (
     with_weights,
 )
 from lightning_modules.pretrained.single_file import PART, NamedWeights, TensorPlace, open_file, put, single_file
-from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, assemble
+from lightning_modules.pretrained.weights import GET_AGAIN, Weights, assemble
 from lightning_modules.quantization.quantization import MARKERS, Quantization
 
 log = logging.getLogger("retouch")
@@ -54,7 +54,7 @@ class ComponentFile:
         model = deepcopy(self.empty)
         log.info(f"loading {self.path.name}{f', quantizing to {quantization.format}' if quantization else ''}")
         if quantization is not None:
-            quantization.chosen(model)
+            quantization.check(model)
         assemble(model, self.weights, dtype=dtype, device=device, quantization=quantization)
         if hasattr(model, "tie_weights"):
             model.tie_weights(recompute_mapping=False)
@@ -103,11 +103,14 @@ def open_component(model: Any, repository: str, subfolder: str = "", revision: s
 
 
 def open_components(
-    texts: str | Sequence[str] | None, vae: str | None, repository: str, revision: str | None
+    files: Mapping[str, Sequence[str]], repository: str, revision: str | None
 ) -> dict[str, ComponentFile]:
-    """Open the single files of a repository's components; raise a UserError for one that cannot be used."""
-    texts = [texts] if isinstance(texts, str) else texts or []
-    named = [("text_encoder", text) for text in texts] + ([("vae", vae)] if vae else [])
+    """Open the components of a repository in single files; raise a UserError for a file that cannot be used.
+
+    Args:
+        files: the files of `text_encoder` (the text encoders) and `vae`.
+    """
+    named = [(kind, name) for kind, names in files.items() for name in names]
     found: dict[str, ComponentFile] = {}
     known = with_weights(read_index(repository, revision)) if named else []
     for kind, name in named:
@@ -147,7 +150,7 @@ def _fitting(path: Path, names: Sequence[str], repository: str, revision: str | 
     return found
 
 
-def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
+def _text_encoder(weights: Weights, start: str, model: Any) -> NamedWeights:
     """Return the tensors by their names in a model of transformers, which may lack whole parts: heads, CLIP's tower."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -178,15 +181,15 @@ def _text_encoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
 
 
 def _without_unused(weights: NamedWeights, model: Any) -> NamedWeights:
-    """Remove from FLUX.2 [dev]'s text encoder what is not used and ComfyUI's file lacks; hidden states have no norm."""
+    """Remove the parts of FLUX.2 [dev]'s text encoder that are not used and that ComfyUI's file lacks."""
     text = model.model.language_model
     text.layers, text.norm = text.layers[:30], nn.Identity()
     model.model.vision_tower = model.model.multi_modal_projector = nn.Identity()
     return NamedWeights(weights, {name: TensorPlace(name) for name in weights.dtypes if not UNUSED.match(name)})
 
 
-def _autoencoder(weights: FileWeights, start: str, model: Any) -> NamedWeights:
-    """Return the tensors by their names in a model of diffusers, whose functions rename those of its authors."""
+def _autoencoder(weights: Weights, start: str, model: Any) -> NamedWeights:
+    """Return the tensors by their names in a model of diffusers, whose functions rename the authors' names."""
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, convert_wan_vae_to_diffusers
 
     kind, ldm, wan = type(model).__name__, convert_ldm_vae_checkpoint, convert_wan_vae_to_diffusers

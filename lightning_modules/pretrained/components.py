@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,30 +32,31 @@ class Components:
     quantization: Quantization | None = None  # of the components that it names
     # Class in diffusers and settings of components that the repository may lack.
     defaults: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
-    single_files: tuple[str | Sequence[str] | None, str | None] = (None, None)  # of text encoders and autoencoder
+    single_files: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by `text_encoder` and `vae`
     _loaded: dict[str, Any] = field(default_factory=dict)
     _offloaded: set[str] = field(default_factory=set)
 
     @cached_property
-    def _files_of_shipped(self) -> dict[str, ComponentFile] | None:
-        """The single files of a known model's components; None if they do not hold all its weights."""
-        shipped = shipped_configuration(self.repository_name)
-        if shipped is None or self.revision is not None or not any(self.single_files):
+    def _shipped(self) -> tuple[str, dict[str, ComponentFile]] | None:
+        """The folder in assets/ of a known model, and the files of its components if they hold all its weights."""
+        folder = shipped_configuration(self.repository_name)
+        if folder is None or self.revision is not None or not any(self.single_files.values()):
             return None
-        files = open_components(*self.single_files, str(shipped), None)
-        return files if {*with_weights(read_index(str(shipped)))} - {"transformer"} <= files.keys() else None
+        files = open_components(self.single_files, str(folder), None)
+        needed = {*with_weights(read_index(str(folder)))} - {"transformer"}
+        return (str(folder), files) if needed <= files.keys() else None
 
     @cached_property
     def repository(self) -> str:
         """The folder or hub id of the components; a folder in assets/ if all their weights are in single files."""
-        name = self.repository_name
-        return resolve_repository(name if self._files_of_shipped is None else str(shipped_configuration(name)))
+        return resolve_repository(self.repository_name) if self._shipped is None else self._shipped[0]
 
     @cached_property
     def files(self) -> dict[str, ComponentFile]:
-        """The single files of components; raise a UserError for one that does not fit."""
-        opened = self._files_of_shipped
-        return open_components(*self.single_files, self.repository, self.revision) if opened is None else opened
+        """The components in single files; raise a UserError for a file that does not fit."""
+        if self._shipped is not None:
+            return self._shipped[1]
+        return open_components(self.single_files, self.repository, self.revision)
 
     def format(self, name: str) -> str | None:
         """Return the format of a component's quantized linear layers; None for 16 or 32 bits."""
@@ -110,14 +111,15 @@ class Components:
         index = read_index(self.repository, self.revision)  # not the classes: most runs need none of them
         known = [name for name in texts if name in with_weights(index)]
         if unknown := [name for name in self.quantized if name not in known]:
-            choices = ", ".join(["transformer", *known])
-            raise UserError(f"model.quantization.components_to_quantize: {listing(unknown)} is none of {choices}")
+            key, choices = "model.quantization.components_to_quantize", ", ".join(["transformer", *known])
+            raise UserError(f"{key}: {listing(unknown)} cannot be quantized. Choose from {choices}.")
 
     def quantization_settings(self) -> dict[str, Any]:
         """Return what the outputs of quantized components depend on; empty without any."""
         if self.quantization is None or not self.quantized:
             return {}
-        return {"quantization": self.quantization.settings() | {"components_to_quantize": sorted(self.quantized)}}
+        how = asdict(self.quantization) | {"components_to_quantize": sorted(self.quantized)}
+        return {"quantization": how | {"modules_to_not_convert": list(self.quantization.modules_to_not_convert)}}
 
     def weight_bytes(self, name: str, part: nn.Module) -> int:
         """Return the bytes of a model's weights; it may be on the meta device."""

@@ -65,7 +65,8 @@ class FrozenBase:
         self.source = replace(source, name=self.transformer_name)
         devices = settings.devices.items()
         placement = {name: repository.resolve_device(one, f"model.devices.{name}") for name, one in devices}
-        files = settings.text_encoder_name_or_path, settings.vae_name_or_path
+        texts, vae = settings.text_encoder_name_or_path, settings.vae_name_or_path
+        files = {"text_encoder": [texts] if isinstance(texts, str) else texts or [], "vae": [vae] if vae else []}
         more = self.timer, quantization, family_class.default_components, files
         self.components = Components(self.name, revision, self.dtype, placement, device, *more)
 
@@ -76,7 +77,7 @@ class FrozenBase:
 
     @property
     def title(self) -> str:
-        """Its name, with that of a transformer from elsewhere."""
+        """Its name, and the name of a transformer from elsewhere."""
         other = "" if self.transformer_name == self.name else f" with {Path(self.transformer_name).name}"
         return self.name + other
 

@@ -21,8 +21,6 @@ EMBEDDED = "embedded"
 ASSETS = Path(__file__).parent.parent.parent / "assets"
 SHAPES = ASSETS / "shapes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# The libraries whose models are loaded.
-LIBRARIES = ("diffusers", "transformers")
 # A pipeline's index; the second one is a modular pipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
 SINGLE_FILES = (*SUFFIXES, ".onnx", *PICKLES)
@@ -137,13 +135,13 @@ def component_class(repository: str, name: str, revision: str | None = None) -> 
     """Return the class of diffusers or transformers that the repository names for a component."""
     index = read_index(repository, revision)
     if name not in index:
-        raise UserError(f"{repository} has no component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
+        raise UserError(f"{repository} lacks the component {name}; it has {', '.join(k for k in index if k[0] != '_')}")
     library, class_name, *_ = [*index[name], None, None] if isinstance(index[name], list) else (index[name], None)
     found: Any = None
-    if isinstance(class_name, str) and library in LIBRARIES:  # a repository may come from anywhere
+    if isinstance(class_name, str) and library in ("diffusers", "transformers"):  # a repository may come from anywhere
         found = getattr(importlib.import_module(library), class_name, None)
     if not hasattr(found, "from_pretrained"):
-        raise UserError(f"{repository}: {name} names {library}.{class_name}, no model of {' or '.join(LIBRARIES)}")
+        raise UserError(f"{repository}: {name} names {library}.{class_name}, no model of diffusers or transformers")
     return found
 
 

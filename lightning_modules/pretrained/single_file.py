@@ -21,11 +21,11 @@ from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
 from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes, note_once
 from lightning_modules.pretrained.repository import SUFFIXES, meta_component
-from lightning_modules.pretrained.weights import GET_AGAIN, FileWeights, SafetensorsWeights, write_tensors
+from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights, Weights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED
 from lightning_modules.quantization.quantization import MARKERS
 
-# Reads of a GGUF file's header; those of a vocabulary with 256,000 words take a million.
+# Most reads of a GGUF file's header; a vocabulary of 256,000 words takes a million.
 MOST_READS = 1_500_000
 # A layer's tensor: the layer and the part.
 PART = re.compile(rf"(.+?)\.((?:weight|bias|SCB|weight_format|{SCALED})(?:\.[\w.]+)?)")
@@ -41,11 +41,11 @@ def single_file(name: str, key: str) -> Path | None:
     if path.suffix.lower() not in (*SUFFIXES, *PICKLES) or path.is_dir():
         return None
     if not path.is_file():
-        raise UserError(f"{key}={name}: there is no such file. Correct the path.")
+        raise UserError(f"{key}={name}: the file does not exist. Correct the path.")
     return path
 
 
-def open_file(path: Path) -> FileWeights:
+def open_file(path: Path) -> Weights:
     """Open a file; raise a UserError if it is damaged, or no model that is read."""
     if path.suffix.lower() in PICKLES:
         raise UserError(f"{path} is {kind_of_file(path) or 'a pickle of PyTorch'}: save it as .safetensors")
@@ -69,7 +69,7 @@ def _bounded(reader: type[Any]) -> type[Any]:
     return Reader
 
 
-class GGUFWeights(FileWeights):
+class GGUFWeights(Weights):
     """The tensors of a GGUF file, each dequantized to float32 when it is read.
 
     Attributes:
@@ -115,10 +115,10 @@ class TensorPlace(NamedTuple):
     """The place of a model's tensor in a file.
 
     Attributes:
-        name: of the tensor in the file.
-        rows: of a tensor that several layers share; None for all.
+        name: the tensor's name in the file.
+        rows: the rows of a tensor that several layers share; None for all.
         swapped: whether the halves of the rows are in reverse order.
-        shape: in the model; None for that of the file.
+        shape: the shape in the model; None for the file's.
     """
 
     name: str
@@ -127,10 +127,10 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
-class NamedWeights(FileWeights):
+class NamedWeights(Weights):
     """A file's tensors by their names in a model, and under their own names those that it does not know."""
 
-    def __init__(self, weights: FileWeights, places: Mapping[str, TensorPlace]) -> None:
+    def __init__(self, weights: Weights, places: Mapping[str, TensorPlace]) -> None:
         self._weights, self._places = weights, places
         self.dtypes = {name: weights.dtypes[place.name] for name, place in places.items()}
         self.shapes = {}
@@ -148,11 +148,11 @@ class NamedWeights(FileWeights):
         return swap_halves(tensor, swapped).reshape(self.shapes[name])
 
 
-def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNames) -> NamedWeights:
+def name_tensors(weights: Weights, path: Path, model: Any, native: NativeNames) -> NamedWeights:
     """Return a transformer's tensors by diffusers' names; raise a UserError unless the file is for such a transformer.
 
     Args:
-        model: on the meta device.
+        model: a transformer on the meta device.
         native: the names of its layers and tensors in its authors' code.
     """
     places, others = _places(weights, path, model, native)
@@ -172,7 +172,7 @@ def name_tensors(weights: FileWeights, path: Path, model: Any, native: NativeNam
 
 
 def _places(
-    weights: FileWeights, path: Path, model: nn.Module, native: NativeNames
+    weights: Weights, path: Path, model: nn.Module, native: NativeNames
 ) -> tuple[dict[str, TensorPlace], set[str]]:
     """Return the places of a transformer's tensors, and the first words of the names that lack its prefix."""
     layers, own = LayerNames(model, native), dict(model.named_parameters())
@@ -228,7 +228,7 @@ def _split(
     }
 
 
-def _fitting(weights: FileWeights, path: Path) -> str:
+def _fitting(weights: Weights, path: Path) -> str:
     """Return the known models whose transformer a file contains, in words; "" if there is none."""
     found = []
     for known in catalogue().values():

@@ -18,9 +18,9 @@ from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained import checks
 from lightning_modules.pretrained.repository import index_file, read_index, resolve_repository
 from lightning_modules.pretrained.single_file import GGUFWeights, name_tensors, open_file, single_file
-from lightning_modules.pretrained.weights import FileWeights, assemble
+from lightning_modules.pretrained.weights import Weights, assemble
 from lightning_modules.quantization.eight_bit import has_tensor_cores, multiplies_int8
-from lightning_modules.quantization.quantization import FORMATS, Quantization
+from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantization
 
 log = logging.getLogger("retouch")
 
@@ -66,7 +66,7 @@ class TransformerSource:
         return getattr(diffusers, self.class_name)
 
     def config(self) -> dict[str, Any]:
-        """Read its config.json; that of a single file is next to it, or in its pipeline."""
+        """Read its config.json; a single file's is next to it, or in its pipeline."""
         if self.file is None:
             return transformer_config(self.repository, self.revision)
         beside = self.file.with_name("config.json")
@@ -75,7 +75,7 @@ class TransformerSource:
         shipped = None if self.revision else shipped_configuration(self.pipeline)
         return transformer_config(resolve_repository(str(shipped or self.pipeline)), self.revision)
 
-    def weights(self) -> FileWeights:
+    def weights(self) -> Weights:
         """Open its weights; raise a UserError if they are damaged or do not fit."""
         if self.file is None:
             subfolder = self.config()["_subfolder"]
@@ -119,13 +119,13 @@ class TransformerSource:
         if found not in (self.class_name, None):
             raise UserError(
                 f"{self.name} holds a {found}, {family.__name__} needs a {self.class_name}: choose "
-                f"{checks.models_for(found) or 'the model= that goes with it'}"
+                f"{checks.models_for(found) or 'the model= for it'}"
             )
         if reasons := [why for setting, why in family.refused.items() if config.get(setting)]:
             raise UserError(f"{self.name} {reasons[0]}")
         streamed_blocks(self.meta, self.streamed)
         if self.quantization is not None:
-            self.quantization.chosen(self.meta)
+            self.quantization.check(self.meta)
 
     def check_files(self) -> None:
         """Raise a UserError if a local transformer's files are incomplete or of a kind that is not read."""
@@ -168,11 +168,13 @@ class TransformerSource:
     def precision(self) -> str:
         """The format of its linear layers: the files decide, then the settings."""
         stored, wanted = self.stored_format, self._configured
-        if self.quantization is not None and stored and {*FORMATS[stored].dtypes} <= self.quantization.source_dtypes:
+        if self.quantization is None or stored is None:
+            return stored or wanted
+        if self.quantization.source_dtypes.issuperset(QUANTIZATIONS[stored].dtypes):
             return wanted
-        if stored is not None and self.quantization is not None and stored != wanted:
+        if stored != wanted:
             log.warning(f"note: {self.name} is {stored} on disk: model.quantization.format={wanted} is ignored")
-        return stored or wanted
+        return stored
 
     @property
     def expected_precision(self) -> str:
@@ -187,7 +189,9 @@ class TransformerSource:
     def _configured(self) -> str:
         return str(self.dtype).removeprefix("torch.") if self.quantization is None else self.quantization.format
 
-    def require_unquantized(self, task: str) -> None:
-        """Raise a UserError if it is quantized on disk."""
-        if self.stored_format is not None:
-            raise UserError(f"{task} needs unquantized weights; {self.name} is {self.stored_format} on disk")
+    def plain_weights(self, task: str) -> Weights:
+        """Open its weights for a task; raise a UserError if they are quantized on disk."""
+        weights = self.weights()
+        if weights.format is not None:
+            raise UserError(f"{task} needs unquantized weights; {self.name} is {weights.format} on disk")
+        return weights

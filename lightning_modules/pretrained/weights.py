@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,7 +15,7 @@ from foundation.errors import UserError
 from foundation.files import reading, replacing
 from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.quantization.linear import QuantizedLinear
-from lightning_modules.quantization.quantization import FORMATS, PLAIN, Quantization, return_freed_memory
+from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines
 
 log = logging.getLogger("retouch")
@@ -27,39 +27,32 @@ REOPEN_AFTER = 128 * 2**20
 FILE_SIZE = 2 * 10**9
 
 
-class Weights(Protocol):
-    """Tensors by name."""
+class Weights:
+    """Tensors by name. Subclasses define `map`, or `read` if they compute each tensor."""
 
     dtypes: dict[str, str]  # by safetensors' names
+    shapes: dict[str, tuple[int, ...]]
     notes: dict[str, dict[str, Any]]  # ComfyUI's, of how layers are quantized, by layer
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor that the caller may keep."""
 
     def map(self, name: str) -> Tensor:
         """Return a tensor without copying it, if possible."""
         return self.read(name)
 
-
-class FileWeights(Weights, Protocol):
-    """Tensors of files, which `map` returns."""
-
-    shapes: dict[str, tuple[int, ...]]
-
     def read(self, name: str) -> Tensor:
+        """Return a tensor that the caller may keep."""
         return self.map(name).clone()
 
     @cached_property
     def format(self) -> str | None:
         """The format of its quantized linear layers; None for 16 or 32 bits."""
         for name, dtype in self.dtypes.items():
-            for format, row in FORMATS.items():
+            for format, row in QUANTIZATIONS.items():
                 if row.detect(name, dtype):
                     return format
         return None
 
 
-class SafetensorsWeights(FileWeights):
+class SafetensorsWeights(Weights):
     """The tensors of a model's safetensors files, each in one `files`, by their names without wrappers of training."""
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -107,8 +100,8 @@ def assemble(
     It never needs more memory than the filled model and a few copies of a layer.
 
     Args:
-        dtype: of unquantized weights, except for those that the model keeps in float32.
-        quantization: of linear layers with more bits on disk; None to keep them.
+        dtype: the dtype of unquantized weights; the model keeps some in float32.
+        quantization: quantizes linear layers that have more bits on disk; None keeps them.
         placement: returns the final device of a parameter or layer; None for `device`.
     """
     place = placement or (lambda name: device)
@@ -168,17 +161,17 @@ def stored_layer(
     linear: nn.Linear, name: str, weights: Weights, device: torch.device, dtype: torch.dtype
 ) -> QuantizedLinear | None:
     """Return the layer as it is quantized on disk, on the CPU mapped from its file; None if it is not quantized."""
-    if weights.dtypes[f"{name}.weight"] in PLAIN:
+    dtype_on_disk = weights.dtypes[f"{name}.weight"]
+    row = next((row for row in QUANTIZATIONS.values() if dtype_on_disk in row.dtypes), None)
+    if row is None:
         return None
     start = f"{name}."
     parts = {key[len(start) :]: weights.map(key).to(device) for key in weights.dtypes if key.startswith(start)}
     if "bias" in parts:
         parts["bias"] = parts["bias"].to(dtype)
     group = rotated_group(weights.notes.get(name, {}))
-    found = (row.read(parts, name, dtype, group) for row in FORMATS.values())
-    layer = next((layer for layer in found if layer is not None), None)
-    if layer is not None:
-        _require_shape(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
+    layer = row.read(parts, name, dtype, group)
+    _require_shape(name, (layer.out_features, layer.in_features), (linear.out_features, linear.in_features))
     return layer
 
 
@@ -199,7 +192,7 @@ def save_quantized(transformer: Any, quantization: Quantization, folder: Path) -
             note = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": module.group}
             state[f"{name}.comfy_quant"] = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
     plain = [name for name, module in transformer.named_modules() if type(module) is nn.Linear]
-    format, four_bit = quantization.format, FORMATS[quantization.format].is_four_bit
+    format, four_bit = quantization.format, QUANTIZATIONS[quantization.format].is_four_bit
     # diffusers must not read our scales as its own.
     how = {"quant_method": f"retouch_{format}"}
     if not any(name.endswith(".weight_scale") for name in state):

@@ -36,15 +36,13 @@ from lightning_modules.quantization.triton_products import (
 
 log = logging.getLogger("retouch")
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# The dtypes by their names in safetensors.
-FLOAT8 = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}
+E4M3 = torch.float8_e4m3fn
 # The largest values that weights, inputs and gradients are scaled to.
-LARGEST = {E4M3: 448.0, torch.int8: 127.0}
+LARGEST_VALUES = {E4M3: 448.0, torch.int8: 127.0}
 # Tensor cores need matrices whose sides are multiples of this.
 TILE = 16
 # Sizes of groups of rotated inputs: powers of four, in ComfyUI's files the largest.
-GROUPS = (256, 64, 16, 4)
+ROTATED_GROUPS = (256, 64, 16, 4)
 # Rows and columns of a matrix to probe kernels with, as in transformers: there may be none for a small one.
 PROBE = (256, 3072)
 # A matrix in 8 bits and its scales, None if they are all 1.
@@ -112,7 +110,7 @@ class Int8(EightBit):
     """An int8 weight, multiplied by int8 inputs and gradients.
 
     Args:
-        group: inputs that are rotated together, as were those of the weight; 1 for none.
+        group: number of inputs that are rotated together, as the weight's were; 1 for none.
     """
 
     rounded = torch.int8
@@ -164,11 +162,9 @@ def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:
     return QuantizedLinear("fp8", weight.shape, linear.weight.dtype, linear.bias, weight=weight, weight_scale=scale)
 
 
-def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
+def read_fp8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear:
     """Build a float8 layer with one scale, a scale for each row, or none; a `Read`."""
     weight, scale = parts["weight"], stored_scale(parts, name)
-    if weight.dtype not in FLOAT8.values():
-        return None
     scale = torch.ones(1, 1, device=weight.device) if scale is None else scale
     return QuantizedLinear("fp8", weight.shape, dtype, parts.get("bias"), weight=weight, weight_scale=scale)
 
@@ -193,16 +189,19 @@ def quantize_int8(linear: nn.Linear, groups: Sequence[int] = ()) -> QuantizedLin
     return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, linear.weight.dtype, linear.bias, **parts)
 
 
-def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear | None:
+def quantize_rotated(linear: nn.Linear) -> QuantizedLinear:
+    """Quantize to int8 with inputs that are rotated in the largest groups that fit."""
+    return quantize_int8(linear, ROTATED_GROUPS)
+
+
+def read_int8(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> QuantizedLinear:
     """Build a layer in bitsandbytes' layout or in ComfyUI's int8_tensorwise; a `Read`."""
     weight, scale = parts["weight"], stored_scale(parts, name)
-    if weight.dtype != torch.int8:
-        return None
     scales = {"SCB": parts["SCB"].float()} if scale is None else {"weight_scale": scale}
     return QuantizedLinear(f"int8_w8a8 {group}", weight.shape, dtype, parts.get("bias"), weight=weight, **scales)
 
 
-FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, FLOAT8, SCALED, SCALES, marker="scaled_fp8")
+FP8 = QuantizationFormat(8, quantize_fp8, read_fp8, ["F8_E4M3", "F8_E5M2"], SCALED, SCALES, marker="scaled_fp8")
 INT8 = QuantizationFormat(8, quantize_int8, read_int8, ["I8"], f"SCB|weight_format|{SCALED}", ("SCB", *SCALES))
 
 
@@ -281,7 +280,7 @@ def _forget(dead: weakref.ref[Tensor]) -> None:
 def _round(x: Tensor, dtype: torch.dtype, factors: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
     x = rotate(x.reshape(-1, x.shape[-1]), group)
     if not torch.compiler.is_compiling() and available(x.device):
-        return rounded_rows(x if x.stride(1) == 1 else x.contiguous(), dtype, factors, LARGEST[dtype])
+        return rounded_rows(x if x.stride(1) == 1 else x.contiguous(), dtype, factors, LARGEST_VALUES[dtype])
     x = x.contiguous()  # as products read the result
     # A single row (modulation) would be one more graph.
     return _round_rows(x, dtype, factors) if len(x) == 1 else fused(_round_rows, x, dtype, factors)
@@ -334,13 +333,13 @@ def _round_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None) -> tuple[
 
 def _row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (..., 1): a row's largest magnitude over the largest value of an 8-bit dtype."""
-    return (x.abs().amax(-1, keepdim=True) / LARGEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x.abs().amax(-1, keepdim=True) / LARGEST_VALUES[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to an 8-bit dtype; without the clamp, values that round above the largest would become NaN."""
     x = x.round() if dtype == torch.int8 else x
-    return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return x.clamp(-LARGEST_VALUES[dtype], LARGEST_VALUES[dtype]).to(dtype)
 
 
 def _rescaled(

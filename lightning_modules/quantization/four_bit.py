@@ -33,7 +33,7 @@ class FourBit(Storage):
     Args:
         quant_type: `fp4` or `nf4`.
         blocksize, nested_blocksize: weights, and scales, that share a scale.
-        dtype: of the dequantized weights.
+        dtype: the dtype of the dequantized weights.
     """
 
     def __init__(self, quant_type: str, blocksize: str, nested_blocksize: str, dtype: str) -> None:
@@ -60,7 +60,7 @@ class FourBitLinear(QuantizedLinear):
     Args:
         packed: uint8, two weights in each.
         quant_state: the scales and the shape.
-        dtype: as of `QuantizedLinear`.
+        dtype: as in `QuantizedLinear`.
     """
 
     shardable = False  # FSDP splits parameters by rows, which packed blocks do not have
@@ -115,11 +115,9 @@ def quantize_four_bit(quant_type: str, linear: nn.Linear) -> FourBitLinear:
     return FourBitLinear(packed, state, linear.bias, dtype)
 
 
-def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> FourBitLinear | None:
+def read_four_bit(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, group: int) -> FourBitLinear:
     """Build a layer in bitsandbytes' layout; a `Read`."""
     weight = parts["weight"]
-    if weight.dtype != torch.uint8:
-        return None
     state = {key.removeprefix("weight."): part for key, part in parts.items() if key.startswith("weight.")}
     try:
         quant_state = bnb.functional.QuantState.from_dict(state, weight.device)

@@ -120,8 +120,8 @@ class QuantizedLinear(nn.Linear):
 
     Args:
         storage: a key of `STORAGES`, then the arguments of that storage.
-        shape: of the weight, (out, in).
-        dtype: of the adapter's computation next to the layer.
+        shape: shape of the weight, (out, in).
+        dtype: dtype of the adapter's computation next to the layer.
         bias: None for a layer without.
         parts: the weight's parts by parameter name, in their order. Floating-point parts are held as integers of the
             same bits.
@@ -187,8 +187,8 @@ def read_storage(name: str) -> Storage:
 
 
 # Builds a layer from its tensors (on its device, named without the layer's name, the bias in its final dtype), its
-# name, the dtype of unquantized weights, and how many inputs are rotated together; returns None for another format.
-Read = Callable[[Mapping[str, Tensor], str, torch.dtype, int], QuantizedLinear | None]
+# name, the dtype of unquantized weights, and the number of inputs that are rotated together.
+Read = Callable[[Mapping[str, Tensor], str, torch.dtype, int], QuantizedLinear]
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class QuantizationFormat:
         """Return the names of the tensors that it reads.
 
         Args:
-            dtypes: of all tensors, by name.
+            dtypes: the dtype of each tensor by name.
             layers: the model's linear layers.
 
         Raises:
@@ -239,8 +239,8 @@ def stored_scale(parts: Mapping[str, Tensor], name: str) -> Tensor | None:
     """Return a layer's scale (out, 1) or (1, 1) in float32, None without one; raise a UserError for another shape.
 
     Args:
-        parts: its tensors by the rest of their names.
-        name: of the layer.
+        parts: its tensors by their names without the layer's.
+        name: the layer's name.
     """
     scale, rows = next((parts[key] for key in SCALES if key in parts), None), len(parts["weight"])
     if scale is None:

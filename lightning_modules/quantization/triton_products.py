@@ -150,7 +150,7 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, factors: Tensor | None, largest:
     """Round (n, k), times factors (1, k) or (1, 1) in float32, to (n, k) in 8 bits and scales (n, 1).
 
     Args:
-        x: with contiguous rows.
+        x: a matrix with contiguous rows.
         largest: the value that a row's largest magnitude is scaled to.
     """
     n, k = x.shape

@@ -73,9 +73,9 @@ def known_files() -> mock._patch:
     """Return a patch by which files with equal tensors' names and shapes are loaded by diffusers once."""
     from lightning_modules.lora_files import compatibility
 
-    check, known = compatibility.check_with_diffusers, _results.setdefault("files", set())
+    check, known = compatibility.problem_in_diffusers, _results.setdefault("files", {})
 
-    def check_once(path, deltas, pipeline_name, transformer):
+    def check_once(path, deltas, pipeline_name, transformer, format="diffusers"):
         shapes = {
             layer: (type(delta), {name: tensor.shape for name, tensor in delta.tensors().items()})
             for layer, delta in deltas.items()
@@ -83,9 +83,9 @@ def known_files() -> mock._patch:
         with safetensors.safe_open(path, "pt") as file:
             names, scales = sorted(file.keys()), file.metadata().get("lora_adapter_metadata")
         load = getattr(compatibility.loader_of(pipeline_name), "load_lora_weights", None)  # which a test may replace
-        key = repr((shapes, names, scales, load, pipeline_name, transformer.config))
+        key = repr((shapes, names, scales, load, pipeline_name, transformer.config, format))
         if key not in known:
-            check(path, deltas, pipeline_name, transformer)
-            known.add(key)
+            known[key] = check(path, deltas, pipeline_name, transformer, format)
+        return known[key]
 
-    return mock.patch.object(compatibility, "check_with_diffusers", check_once)
+    return mock.patch.object(compatibility, "problem_in_diffusers", check_once)

@@ -3,11 +3,11 @@
 import torch
 
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.quantization.quantization import FORMATS, Quantization
+from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantization
 from tests.support.commands import short
 from tests.support.tiny_pipelines import FLUX
 
-NAMES = list(FORMATS)
+NAMES = list(QUANTIZATIONS)
 MODEL = ["model=flux_kontext_fp8", *FLUX["settings"]]
 CPU = torch.device("cpu")
 

@@ -228,7 +228,7 @@ def test_an_incomplete_model_is_one_line(run, arguments, bare, captioners, tmp_p
     copy = shutil.copytree(captioners["qwen3_vl"], tmp_path / "copy")
     choose = f"captioner.pretrained_model_name_or_path={copy}"
     (copy / "chat_template.jinja").unlink()
-    assert "has no chat template" in run("predict", *arguments(bare, choose), ok=False).error
+    assert "lacks a chat template" in run("predict", *arguments(bare, choose), ok=False).error
     (copy / "tokenizer.json").unlink()
     assert "lacks" in run("predict", *arguments(bare, choose), ok=False).error
 

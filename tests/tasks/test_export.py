@@ -11,7 +11,7 @@ import torch
 from foundation.errors import UserError
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import FORMATS, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, write
 from tasks.export import title
 from tests.support.combinations import first
 from tests.support.commands import run_task
@@ -88,7 +88,7 @@ def test_every_format_is_read_back_as_what_was_exported(
     """norm_out.linear has its halves swapped, to_q is a part of a fused layer; an export is what is exported next."""
     lora, updates = made("snow", model, targets=targets, dora=dora)
     base = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}"]
-    for format, how in FORMATS.items():
+    for format, how in LORA_FORMATS.items():
         path, _ = export(f"lora={lora}", *base, f"format={format}")
         assert path.name == (how.file or f"snow_{format}.safetensors")
         same(updates, read(path, names[model]))

@@ -99,7 +99,7 @@ CHANGES = {
         r"no file in .*/models/diffusion_models \(flux1-dev.safetensors\) fits by its name and tensors as transf",
     ),
     "no file": (lambda models: (models / "vae/ae.safetensors").unlink(), r"no file in .*/models/vae fits .* as vae of"),
-    "no folder": (shutil.rmtree, r"model.comfyui=.*ComfyUI: it has no models/diffusion_models"),
+    "no folder": (shutil.rmtree, r"model.comfyui=.*ComfyUI: models/diffusion_models is missing"),
 }
 
 

@@ -58,7 +58,8 @@ class Files:
         return str(self.written / name)
 
     def open(self, texts=None, vae=None):
-        return open_components(texts, vae, str(self.folder), None)
+        texts = [texts] if isinstance(texts, str) else texts or []
+        return open_components({"text_encoder": texts, "vae": [vae] if vae else []}, str(self.folder), None)
 
     def reference(self, name, dtype):
         """Load a component by its library."""
@@ -292,7 +293,7 @@ def autoencoder(request, tmp_path):
 
 
 def opened_vae(files, state):
-    return open_components(None, files.write(state), str(files.folder), None)["vae"]
+    return open_components({"vae": [files.write(state)]}, str(files.folder), None)["vae"]
 
 
 @pytest.mark.parametrize("start", ["", "vae.", "first_stage_model."])
@@ -310,7 +311,7 @@ def test_an_autoencoders_tensors_are_all_needed_and_used(autoencoder):
     lacks.pop(next(name for name in state if name.startswith("decoder.mid")))
     with pytest.raises(UserError, match=r"fits no component: as vae it lacks decoder.mid_block"):
         opened_vae(files, lacks)
-    with pytest.raises(UserError, match=r"it has decoder.mid.block_7.conv1.weight, for which its model"):
+    with pytest.raises(UserError, match=r"it has decoder.mid.block_7.conv1.weight, which its model lacks"):
         opened_vae(files, state | {"decoder.mid.block_7.conv1.weight": ONE})
     large = next(name for name, tensor in state.items() if tensor.dim() > 3 and tensor.shape[-1] == 3)
     with pytest.raises(UserError, match=r"it has .* of \d+x\d+x.*, Autoencoder\w+ of "):
@@ -462,7 +463,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(files_of, tmp_path):
             r"is not a file. It contains again.* by .*model.text_encoder_name_or_path, .*\. Name a",
         ),
         ("owner/name", "owner/name is not a file"),
-        ("absent.safetensors", "text_encoder_name_or_path=absent.safetensors: there is no such file"),
+        ("absent.safetensors", "text_encoder_name_or_path=absent.safetensors: the file does not exist"),
         (str(tmp_path / "t5.gguf"), "has llama.cpp's names, which are not read"),
         (files.write(embedding), "it has shared.weight in F8_E4M3, whose scales are not known"),
         (files.write(files.state("vae"), "vae.safetensors"), r"fits no component: as text_encoder it lacks"),

@@ -348,7 +348,7 @@ REFUSED = {
     "mxfp8": (noted(format="mxfp8"), "quantized by mxfp8"),
     "ConvRot in 4 bits": (noted(format="convrot_w4a4", convrot_groupsize=256), "quantized by convrot_w4a4"),
     "a missing tensor": (changed(img_in__bias=None), "lacks x_embedder.bias"),
-    "an unknown tensor": (changed(double_blocks__9__mystery=ONE), "has double_blocks.9.mystery, for which"),
+    "an unknown tensor": (changed(double_blocks__9__mystery=ONE), "has double_blocks.9.mystery, which its model"),
     "4 bits of joined layers": (
         changed(double_blocks__0__img_attn__qkv__weight=torch.zeros(9, 1, dtype=torch.uint8)),
         "has double_blocks.0.img_attn.qkv.weight in 4 bits, which cannot be split",
@@ -452,7 +452,7 @@ def test_edit_2511_in_a_file_needs_its_base(files_of):
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "~/missing.gguf"])
 def test_a_file_that_is_not_there_is_named(name, flux):
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match="the file does not exist"):
         _ = flux.source(name).repository
 
 

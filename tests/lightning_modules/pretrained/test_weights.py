@@ -15,7 +15,7 @@ from lightning_modules.pretrained.checks import open_weights
 from lightning_modules.pretrained.repository import resolve_repository
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import save_quantized
-from lightning_modules.quantization.eight_bit import E4M3, E5M2
+from lightning_modules.quantization.eight_bit import E4M3
 from lightning_modules.quantization.linear import QuantizedLinear
 from tests.lightning_modules.quantization.test_quantization import FP8
 from tests.support.foreign_files import flux, velocity, z_image
@@ -88,7 +88,7 @@ FORMATS = {
     "fp8 scaled": (fp8("weight_scale", (1,)), None, "fp8"),
     "fp8 scaled, ComfyUI's names": (fp8("scale_weight", hints=["scale_input"]), None, "fp8"),
     "fp8 plain": (fp8(), None, "fp8"),
-    "fp8 plain, e5m2": (fp8(dtype=E5M2), None, "fp8"),
+    "fp8 plain, e5m2": (fp8(dtype=torch.float8_e5m2), None, "fp8"),
 }
 
 

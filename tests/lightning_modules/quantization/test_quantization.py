@@ -71,7 +71,7 @@ def test_list_of_unquantized_layers_can_be_changed(tiny):
     assert type(transformer.proj_out) is not nn.Linear
     assert type(transformer.transformer_blocks[0].attn.to_q) is nn.Linear
     with pytest.raises(UserError, match="leaves no linear layer"):
-        quantization("int8_w8a8", skip=["*"]).chosen(transformer)
+        quantization("int8_w8a8", skip=["*"]).check(transformer)
 
 
 def test_a_device_that_cannot_do_it_is_named(monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn
 
 from foundation.errors import UserError
 from lightning_modules.pretrained.weights import save_quantized
-from lightning_modules.quantization.eight_bit import GROUPS, rotate
+from lightning_modules.quantization.eight_bit import ROTATED_GROUPS, rotate
 from tests.lightning_modules.pretrained.test_weights import LAYER, NAME, source, write  # noqa: F401 (a fixture)
 from tests.support.commands import compose
 from tests.support.quantized import load, quantization
@@ -32,7 +32,7 @@ def matrix(size):
     return h / size**0.5
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ROTATED_GROUPS)
 def test_the_rotation_is_comfyuis_and_its_own_inverse(group):
     h = matrix(group)
     assert torch.equal(rotate(torch.eye(group), group), h)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_modules.quantization import eight_bit, triton_products
-from lightning_modules.quantization.eight_bit import E4M3, LARGEST
+from lightning_modules.quantization.eight_bit import E4M3, LARGEST_VALUES
 from lightning_modules.quantization.triton_products import (
     TILES,
     available,
@@ -97,13 +97,13 @@ def compare_rounding():
         x = (torch.randn(7, k + 3) * torch.logspace(-3, 3, 7)[:, None]).to(given)[:, :k]
         x[0], x[1, k // 2], x[2, 0], x[3] = 0, float("inf"), float("nan"), 1e-30
         for factors in (None, torch.rand(1, 1), torch.rand(1, k)):
-            same(rounded_rows(x, dtype, factors, LARGEST[dtype]), eight_bit._round_rows(x, dtype, factors))
+            same(rounded_rows(x, dtype, factors, LARGEST_VALUES[dtype]), eight_bit._round_rows(x, dtype, factors))
     values = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     values = values[values.isfinite()].unique()
     ties = (values[1:] + values[:-1]) / 2
     near = [ties.nextafter(values[1:]), ties.nextafter(values[:-1]), ties * (1 + 2**-12), ties * (1 - 2**-12)]
     x = torch.cat([values, ties, *near])[None]  # scaled by 1
-    same(rounded_rows(x, E4M3, None, LARGEST[E4M3]), eight_bit._round_rows(x, E4M3, None))
+    same(rounded_rows(x, E4M3, None, LARGEST_VALUES[E4M3]), eight_bit._round_rows(x, E4M3, None))
     x = torch.randint(256, (300, 130), dtype=torch.uint8)
     assert torch.equal(transposed_bytes(x), x.t())
 

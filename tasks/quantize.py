@@ -1,10 +1,7 @@
 """task=quantize: a quantized transformer on disk."""
 
-import re
-import shlex
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
@@ -15,6 +12,7 @@ from foundation.errors import UserError
 from foundation.files import replacing_folder
 from lightning_modules.pretrained.weights import save_quantized
 from report.quoting import program
+from tasks.caches import given_settings
 
 
 def quantize(cfg: DictConfig, output_dir: Path) -> None:
@@ -29,12 +27,11 @@ def quantize(cfg: DictConfig, output_dir: Path) -> None:
         )
     require_empty(output_dir)
     module.check()
-    module.base.source.require_unquantized("task=quantize")
+    module.base.source.plain_weights("task=quantize")
     transformer = module.to(device).base.load_transformer()
     with replacing_folder(output_dir) as unfinished:
         save_quantized(transformer, quantization, unfinished)
     files = sum(path.stat().st_size for path in output_dir.glob("*.safetensors"))
     log.info(f"{output_dir} holds {quantization.format}, {decimal(files)}")
-    overrides = HydraConfig.get().overrides.task
-    same = [shlex.quote(override) for override in overrides if re.match(r"model[./=](?!transformer_name)", override)]
+    same = [one for one in given_settings("model") if "model.transformer_name_or_path=" not in one]
     log.info(f"train on it: {' '.join([program('train'), *same, f'model.transformer_name_or_path={output_dir}'])}")
