@@ -14,6 +14,7 @@ import lightning.pytorch as L
 from torch.optim import Optimizer
 
 from foundation.errors import UserError
+from foundation.internals import ignore_sigterm
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import LOADING
 from report.quoting import shareable
@@ -29,14 +30,7 @@ SECONDS_TO_END = 100.0
 
 
 class StartOfTraining(L.Callback):
-    """Prepare training before the other callbacks start.
-
-    Args:
-        max_steps: optimizer steps of the run. The trainer may have been given one more, so that it starts at all.
-    """
-
-    def __init__(self, max_steps: int) -> None:
-        self.max_steps = max_steps
+    """Prepare training before the other callbacks start."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop.install_handlers()  # Lightning has just installed its own, which would exit without saving
@@ -45,7 +39,6 @@ class StartOfTraining(L.Callback):
                 f"process {trainer.global_rank} starts after step {trainer.global_step}, the first one after step "
                 f"{step}: output_dir must be a folder that all machines see; if it is in a bucket, start again"
             )
-        trainer.fit_loop.epoch_loop.max_steps = self.max_steps
         module: Any = pl_module
         module.optimization.follow_schedule(module.lr_schedulers(), trainer.global_step)
 
@@ -96,8 +89,7 @@ class GracefulStop(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1:
-            # Lightning checks its own handler of SIGTERM in each batch and waits for the device; ours replaced it.
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+            ignore_sigterm(trainer)  # our own handler has replaced Lightning's
             of_any(trainer, 0)  # not first in a step, by when processes have sampled different numbers of images
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
