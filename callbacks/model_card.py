@@ -83,11 +83,11 @@ class ModelCard(L.Callback):
         measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
         settings |= {name: str(value) for name, value in module.encoding_settings().items()}
-        private = data.sample_set.outside(data.samples)
+        private = data.sample_set.outside(data.training.samples)
         if private and folder.name == "last":
             log.info(f"note: {README} shows nothing of {listing(sorted(private))}: their files are not below data.root")
-        public = (prompt for sample in data.samples if sample.key not in private for prompt in sample.prompts)
-        edits, captions = has_edits(data.sizes), Counter(public).most_common()
+        public = (prompt for sample in data.training.samples if sample.key not in private for prompt in sample.prompts)
+        edits, captions = has_edits(data.training.sizes), Counter(public).most_common()
         caption = one_line(captions[0][0]) if captions else ""
         render(
             folder / README,

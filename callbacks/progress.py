@@ -71,7 +71,7 @@ def training_facts(trainer: L.Trainer, module: EditModule) -> dict[str, str]:
     assert module.transformer is not None
     assert module.adapter is not None
     data, assistant, ema = PairsDataModule.of(trainer), module.execution.training_adapter, module.optimization.ema
-    counts = data.size_counts().most_common()
+    counts = data.training.size_counts()
     sizes = [f"{n} of {width}x{height}" for (width, height), n in counts[:4]]
     windows = trainer.accumulate_grad_batches * trainer.world_size
     budget = data.max_tokens_per_batch

@@ -66,7 +66,7 @@ class RankHistogram(L.Callback):
     def _draw(self, trainer: L.Trainer, module: EditModule) -> None:
         """Draw and log the ranks, of this run's own timesteps and at the most common image size."""
         data = PairsDataModule.of(trainer)
-        [((width, height), _)] = data.size_counts().most_common(1)
+        (width, height), _ = data.training.size_counts()[0]
         tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
         schedule = module.rank_gates[0].schedule
         assert module.sampler.sampling is not None

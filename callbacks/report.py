@@ -128,10 +128,10 @@ def _data_urls(path: Path) -> list[str]:
 
 def _describe(data: PairsDataModule) -> dict[str, Any]:
     """Return the page's part on the data: its size, and its first samples."""
-    sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
+    sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.training.size_counts()[:6])
     thumbs = [
         {"images": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": one_line(raw.prompts[0])}
-        for raw in data.pixels(slice(data.preview_count))
+        for raw in data.pixels(data.training, slice(data.preview_count))
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]
     return {"data_lines": lines, "thumbs": thumbs}

@@ -17,6 +17,7 @@ from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import Made, SampleImages
 from datamodules.batch import LatentBatch
 from datamodules.pairs import PairsDataModule
+from datamodules.split import Split
 from foundation.errors import UserError
 from foundation.files import reason
 from lightning_modules import flow
@@ -102,7 +103,7 @@ class Validation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         sampler = find_callback(trainer, SampleImages)
-        if sampler is None or sampler.validation is None:
+        if sampler is None or PairsDataModule.of(trainer).validation is None:
             return
         earlier = read_validation(self.path) if trainer.global_step else []  # else the rows of a run that saved nothing
         self.rows = of_first(trainer, [row for row in earlier if row["step"] <= trainer.global_step])
@@ -125,30 +126,31 @@ class Validation(L.Callback):
     def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, EditModule)
         sampler, step = find_callback(trainer, SampleImages), trainer.global_step
-        if sampler is None or sampler.validation is None:
+        split = PairsDataModule.of(trainer).validation
+        if sampler is None or split is None:
             return
         if sampler.sampled_step != step or self.latest.get("step") == step:
             return
         with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
-                losses = self._losses(trainer, pl_module, sampler.validation)
+                losses = self._losses(trainer, pl_module, split)
             row = {"step": step, **losses, **self._measure(sampler, pl_module)}
             if is_stopped(trainer, together=True):  # the resumed run measures all of them
                 return
             self._record(trainer, pl_module, of_first(trainer, row), sampler.sample_every or 1)
 
-    def _losses(self, trainer: L.Trainer, module: EditModule, data: PairsDataModule) -> dict[str, float]:
+    def _losses(self, trainer: L.Trainer, module: EditModule, split: Split) -> dict[str, float]:
         """Return the loss of each band, and their weighted mean."""
-        mine = share(trainer, data.sample_count)
-        indices = range(data.sample_count)[mine]
+        data, mine = PairsDataModule.of(trainer), share(trainer, len(split))
+        indices = range(len(split))[mine]
         measured: list[Tensor] = []
         with inference_weights(module), torch.no_grad():
-            for index, one in zip(indices, data.one_by_one(mine, empty_prompt=False), strict=True):
+            for index, one in zip(indices, data.one_by_one(split, mine, empty_prompt=False), strict=True):
                 if is_stopped(trainer):
                     break
                 module.base.timer.note_progress(f"validating {len(measured) + 1}/{len(indices)}")
                 batch = module.encoder.latents(one, empty_prompt=False).to(module.base.device)
-                bands = _band_losses(module, batch, (index + 0.5) / data.sample_count)
+                bands = _band_losses(module, batch, (index + 0.5) / len(split))
                 measured.append(torch.cat([bands, (bands * _visits(module, batch)).sum()[None]]))
         if is_stopped(trainer, together=True):
             return {}

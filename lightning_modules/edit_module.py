@@ -254,6 +254,6 @@ class EditModule(L.LightningModule, Family):
         # Resume at the start of an accumulation window of the current length.
         resume_at(checkpoint, checkpoint["global_step"] * self.trainer.accumulate_grad_batches)
         self.optimization.load(checkpoint)
-        data = PairsDataModule.of(self.trainer)
-        if (earlier := checkpoint.get(SAMPLES)) not in (None, data.fingerprint):
-            log.info(f"note: the run had {earlier[0]:,} training samples; these {data.sample_count:,} are not the same")
+        earlier, now = checkpoint.get(SAMPLES), PairsDataModule.of(self.trainer).fingerprint
+        if earlier not in (None, now):
+            log.info(f"note: the run had {earlier[0]:,} training samples; these {now[0]:,} are not the same")

@@ -91,9 +91,9 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
         validation.setup(run, module, "fit")
     log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
     plan = measure(module, data, samples=cfg.callbacks.get("sample_images") is not None)
-    limits, epoch = plan.batch.limits, sum(data.repeats)
-    data.notes += bucket_notes(data.sizes, data.repeats, limits, data.noun)
-    batches = SizeBatchSampler(data.sizes, limits, data.seed, repeats=data.repeats).batches_per_epoch()
+    limits, split, epoch = plan.batch.limits, data.training, sum(data.training.repeats)
+    data.notes += bucket_notes(split.sizes, split.repeats, limits, split.noun)
+    batches = SizeBatchSampler(split.sizes, limits, data.seed, repeats=split.repeats).batches_per_epoch()
     images = plan.batch.size[0]
     sizes = " + ".join(f"{width}x{height}" for width, height in images)
     shown = {
@@ -211,7 +211,7 @@ def measure(module: EditModule, data: PairsDataModule, samples: bool) -> Footpri
             trained.append(models[name])
     count = sum(p.numel() for part in trained for p in trainable(part).values())
     policies = dict.fromkeys([*POLICIES, *([checkpointing] if checkpointing != "auto" else [])])
-    encode, decode = autoencoder_peaks(module, models["vae"], data.sizes)
+    encode, decode = autoencoder_peaks(module, models["vae"], data.training.sizes)
     offloaded, assistant = offloaded_bytes(base.source), module.execution.training_adapter
     # Weights that train count with the adapter, and so do gradients.
     weights = 0 if adapter.trains_base else weight_bytes(base.source) - offloaded
@@ -224,7 +224,7 @@ def measure(module: EditModule, data: PairsDataModule, samples: bool) -> Footpri
     }
     return Footprint(
         transformer=step.transformer,
-        flops=sample_flops(module.execution, passes, checkpointing, data.sizes),
+        flops=sample_flops(module.execution, passes, checkpointing, data.training.sizes),
         parameters=sum(p.numel() for p in base.source.meta.parameters()),
         trainable=count,
         batch=heaviest,
@@ -273,7 +273,7 @@ def offloaded_bytes(source: TransformerSource) -> int:
 def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int:
     """Return the bytes of all latents and prompt embeddings; `caption` is the longest."""
     latents, prompt = {}, {}
-    for size in set(data.sizes):
+    for size in set(data.training.sizes):
         batch = empty_latents(module, module.base, size, 1, caption)
         stds = (batch.target_std, batch.rejected_std) if module.flow.vae_encode_mode == "sample" else ()
         stored = (batch.target_mean, batch.rejected_mean, *stds, batch.mask, *batch.controls)
@@ -281,11 +281,11 @@ def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int
         prompt[size] = sum(tensor.nbytes for tensor in batch.prompt.values())
     others = {prompt for prompt in data.preserve_prompts if prompt}
     if module.condition_images.text_sees_them:  # no two samples share an embedding
-        prompts = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.views)
+        prompts = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.training.views)
     else:
-        shared = {prompt for sample in data.samples for prompt in sample.prompts} | others | {""}
+        shared = {*data.training.captions, *others, ""}
         prompts = len(shared) * max(prompt.values())
-    return sum(latents[size] for size in data.sizes) + prompts
+    return sum(latents[size] for size in data.training.sizes) + prompts
 
 
 def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: Sequence[Size]) -> tuple[int, int]:
