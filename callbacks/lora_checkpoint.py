@@ -76,30 +76,29 @@ class LoRACheckpoint(L.Callback):
         self.saved_step = -1
         self._was_read_back = False
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self.saved_step = trainer.global_step
         self._was_read_back = trainer.global_step > 0  # by an earlier start of the run
         if trainer.is_global_zero:
             self.run.remove_unfinished()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
         if due or "save" in stop.requests or trainer.global_step == trainer.max_steps:
             self.save(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self.save(trainer, pl_module)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: EditModule, exception: BaseException) -> None:
         """Save the weights once training has begun; several processes cannot agree on it when one has failed."""
         alone, started = trainer.world_size == 1, self.saved_step >= 0
         if alone and started and isinstance(exception, UserError | torch.OutOfMemoryError):
             with suppress(UserError):  # the disk may be what failed
                 self.save(trainer, pl_module)
 
-    def save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def save(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         """Save if there was a step since the last time. If writing fails, the older files stay."""
-        assert isinstance(pl_module, EditModule)
         if trainer.global_step == self.saved_step or pl_module.transformer is None:
             return
         with pl_module.base.timer.stage(NOT_TRAINING):

@@ -79,8 +79,7 @@ class Metrics(L.Callback):
         self._step = 0
         self._lr = 0.0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._step = trainer.global_step
         self._interval = _Clock.now(trainer, pl_module)
         self._start = self._interval.total
@@ -99,19 +98,18 @@ class Metrics(L.Callback):
         self.losses += losses
         self._running.extend(loss for loss in losses if math.isfinite(loss))
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         if pl_module.device.type == "cuda":  # memory that was used between steps does not count
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: L.Trainer, pl_module: EditModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._lr = optimizer.param_groups[0]["lr"]  # at the end of the step the scheduler has moved on
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: EditModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, EditModule)
         if pl_module.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(pl_module.device)
         else:
@@ -134,15 +132,14 @@ class Metrics(L.Callback):
         if pl_module.optimization.is_reported(trainer):
             self._read_back(trainer, pl_module)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: EditModule, checkpoint: dict[str, Any]) -> None:
         self._read_back(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._read_back(trainer, pl_module)
 
-    def _read_back(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _read_back(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write the rows of the steps since the last call; waits for the device."""
-        assert isinstance(module, EditModule)
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -184,6 +181,6 @@ class Metrics(L.Callback):
             self._diverged = True
             log.warning(f"note: {line}")
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         if hasattr(self, "_file"):
             self._file.close()

@@ -58,8 +58,7 @@ class ModelCard(L.Callback):
         self.repository = repository
         self.trigger_word = one_line(trigger_word or "")
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         assert pl_module.adapter is not None
         validation, steps = find_callback(trainer, Validation), {"last": trainer.global_step}
         if validation is not None and (row := validation.best()) is not None:

@@ -73,8 +73,7 @@ class SampleImages(L.Callback):
         self.results: list[Made] = []
         self.sampled_step = -1
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, EditModule)
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         assert pl_module.sampler.sampling is not None
         self.sampling = pl_module.sampler.sampling
         self.negative_prompt = pl_module.sampling_rules.negative_prompt(self.sampling)
@@ -90,22 +89,21 @@ class SampleImages(L.Callback):
             self._shown = self._prepare(trainer, pl_module)
             pl_module.base.components.release(*pl_module.text_components)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._step = trainer.global_step
         # A resumed run may have been killed before this step had all its images.
         made, first = (len(list(self.run.samples_of(step).glob("*.png"))) for step in (self._step, 0))
         self.sample_if_due(trainer, pl_module, of_first(trainer, self._step == 0 or made < first))
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         self.sample_if_due(trainer, pl_module, trainer.global_step != self._step)
         self._step = trainer.global_step
 
-    def sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, missing: bool) -> None:
+    def sample_if_due(self, trainer: L.Trainer, pl_module: EditModule, missing: bool) -> None:
         """Sample the images of this step if it has some and they are `missing`."""
         step = trainer.global_step
         due = step in (0, trainer.max_steps) or (self.sample_every > 0 and step % self.sample_every == 0)
         if (due or "sample" in stop.requests) and missing:
-            assert isinstance(pl_module, EditModule)
             with pl_module.base.timer.stage(NOT_TRAINING):
                 self.sample(trainer, pl_module)
 

@@ -84,7 +84,7 @@ class Validation(L.Callback):
         """Last measurement."""
         return self.rows[-1] if self.rows else {}
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         """Raise a UserError if the monitored figure will not be measured, before weights are loaded."""
         data = PairsDataModule.of(trainer)
         sampler = find_callback(trainer, SampleImages)
@@ -101,7 +101,7 @@ class Validation(L.Callback):
         if math.isfinite(self.patience) and (sampler is None or not sampler.sample_every):
             raise UserError("early_stopping=true needs measurements during the run. Set sample_every, as 200.")
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         sampler = find_callback(trainer, SampleImages)
         if sampler is None or PairsDataModule.of(trainer).validation is None:
             return
@@ -120,11 +120,10 @@ class Validation(L.Callback):
             sampler.sample_if_due(trainer, pl_module, self.latest.get("step") != trainer.global_step)
         self._after_sampling(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         self._after_sampling(trainer, pl_module)
 
-    def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def _after_sampling(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         sampler, step = find_callback(trainer, SampleImages), trainer.global_step
         split = PairsDataModule.of(trainer).validation
         if sampler is None or split is None:

@@ -132,17 +132,16 @@ class CachedDataModule(PairsDataModule):
         _, prompts = self.training.encoded[index].chosen_prompts(self.choices, draw) if self.equal_text else (None, [])
         return super().alike(index, draw), *(prompt.text_tokens for prompt in prompts)
 
-    def reader(self, split: Split, empty_prompt: bool, choices: Choices = FIRST) -> LatentReader:
-        """Return a reader of batches; see `LatentReader`."""
-        return LatentReader(self.source, split.encoded, empty_prompt, choices)
+    def reader(self, empty_prompt: bool, choices: Choices = FIRST) -> LatentReader:
+        """Return a reader of training batches; see `LatentReader`."""
+        return LatentReader(self.source, self.training.encoded, empty_prompt, choices)
 
     def train_batches(self) -> ThreadedLoader:
-        read = self.reader(self.training, self.needs_empty_prompt, self.choices)
-        return ThreadedLoader(read, self.sampler(), self.num_workers)
+        return ThreadedLoader(self.reader(self.needs_empty_prompt, self.choices), self.sampler(), self.num_workers)
 
     def one_by_one(self, split: Split, which: slice, empty_prompt: bool) -> Iterator[LatentBatch]:
-        reader = self.reader(split, empty_prompt)
-        return (reader([(index, 0)]) for index in split.leading[which])
+        read = LatentReader(self.source, split.encoded, empty_prompt)
+        return (read([(index, 0)]) for index in split.leading[which])
 
     @property
     def origin(self) -> str:

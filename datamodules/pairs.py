@@ -126,7 +126,7 @@ class PairsDataModule(DataModule):
 
     Attributes:
         needs_encoders: whether batches are pixels, which the training step encodes.
-        needs_empty_prompt, preserve_prompts: see `Asking`. equal_text: see `Geometry`.
+        needs_empty_prompt, preserve_prompts: see `Model`. equal_text: see `Geometry`.
         choices: of each draw in training.
         notes: possible mistakes, one line each.
         training: the samples to train on.

@@ -29,7 +29,7 @@ def test_cached_and_streamed_training_give_the_same_loss(
     build_cache(cfg, data)
     data.open(data.cache(module))
     module.configure_model()
-    read = data.reader(data.training, False, data.choices)
+    read = data.reader(False, data.choices)
     raw = PairDataset(data.training.views, data.sample_set.condition_images, data.choices)
     taken, dropped = [], []
     for first in (0, 4):

@@ -82,7 +82,7 @@ def test_cached_training_gives_the_loss_of_pixels(arguments, tmp_path, model):
     alike = range(4)  # these are of one size
     items = [(i, i) for i in alike]
     batches = [[item] for item in items] if module.geometry.equal_text else [items]
-    local = [data.reader(data.training, False, data.choices)(batch) for batch in batches]
+    local = [data.reader(False, data.choices)(batch) for batch in batches]
     pixels = PairDataset(raw.training.views, raw.sample_set.condition_images, raw.choices)
     assert 0 < sum(sum(one.dropped) for one in local) < len(alike)
     with torch.no_grad():

@@ -43,7 +43,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
     numbers = [number for number in range(6) if data.training.sizes[number] == data.training.sizes[0]]
     items = [(number, 4 + number) for number in numbers]
     dataset = PairDataset(raw.training.views, raw.sample_set.condition_images, raw.choices, raw.preserve_prompts)
-    batch, pixels = data.reader(data.training, False, data.choices)(items), [dataset[item] for item in items]
+    batch, pixels = data.reader(False, data.choices)(items), [dataset[item] for item in items]
     wanted = [PROMPTS[data.choices.preserved(draw, 3)] for _, draw in items]
     assert [prompt for one in pixels for prompt in one.preserve_prompts] == wanted
     assert len(set(wanted)) == 3
@@ -54,7 +54,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
     with torch.no_grad():
         found = losses(module, batch)
         torch.testing.assert_close(found, losses(module, expected), rtol=1e-5, atol=1e-6)
-        alone = torch.cat([losses(module, data.reader(data.training, False, data.choices)([item])) for item in items])
+        alone = torch.cat([losses(module, data.reader(False, data.choices)([item])) for item in items])
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):
         build_cache(cfg, data)
         data.open(data.cache(module))
         limits = data.batch_limits()
-        batches = [data.reader(data.training, False, data.choices)([(number, 0)]) for number in range(6)]
+        batches = [data.reader(False, data.choices)([(number, 0)]) for number in range(6)]
         counted = [module.geometry.token_count(batch) for batch in batches]
         others = [
             module.geometry.token_count(replace(one, prompt=one.preserve_prompt or one.prompt)) for one in batches

@@ -70,7 +70,7 @@ def test_samples_of_a_mixed_set_have_the_losses_of_sets_of_one_kind(repositories
             build_cache(cfg, data)
             data.configure_for(module)
             data.open(data.cache(module))
-            read = data.reader(data.training, False)
+            read = data.reader(False)
             alone += [losses(module, read([(place, 2 * number + place)])) for place in range(2)]
     assert torch.equal(together, torch.cat(alone))
     assert len(set(together.tolist())) == 6
@@ -84,7 +84,7 @@ def test_dropped_references_are_left_out_of_cached_and_streamed_batches(reposito
     _, bare = opened(repositories, model, kinds[1:], tmp_path)
     seen = set()
     for item in ((index, draw) for index in range(4) for draw in range(12)):
-        batch, raw = data.reader(data.training, False, data.choices)([item]), pictures[item]
+        batch, raw = data.reader(False, data.choices)([item]), pictures[item]
         kept = data.choices.references(item[1], len(data.training.samples[item[0]].controls))
         seen.add((len(data.training.samples[item[0]].controls), kept))
         whole = bare.reader(False)([item])
@@ -186,7 +186,7 @@ def test_edit_is_compared_with_the_first_reference_only(repositories, kinds, tmp
     """If the first reference is dropped, the second is not taken for the edited image."""
     module, data = opened(repositories, "flux_kontext", [kinds[2]], tmp_path, "data.reference_dropout=0.5")
     draws = {data.choices.references(draw, 2): draw for draw in range(40)}
-    read = data.reader(data.training, False, data.choices)
+    read = data.reader(False, data.choices)
     for kept, draw in draws.items():
         noised = module.flow.noised(read([(0, draw)]), 1.0, module.normalize)
         assert len(noised.controls) == len(kept)

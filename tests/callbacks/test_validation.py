@@ -181,7 +181,7 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tmp_pa
     data.scan()
     files = [
         {path for sample in one.samples for path in (sample.target, *sample.controls)}
-        for one in (data, data.validation)
+        for one in (data.training, data.validation)
     ]
     assert not files[0] & files[1]
     assert (len(data.training.samples), len(data.validation.samples)) == (16, 4)
