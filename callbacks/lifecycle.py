@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 from torch.optim import Optimizer
 
+from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
 from foundation.internals import ignore_sigterm
 from lightning_modules.edit_module import EditModule
@@ -119,7 +120,7 @@ class GracefulStop(L.Callback):
             with suppress(OSError):  # of a shared disk
                 names = set(os.listdir(run.requests))
         for name in sorted(names - self._known):
-            log.warning(f"note: {run.requests / name} is no request. There are {', '.join(REQUESTS)}.")
+            log.warning(f"note: {run.requests / name} is not a request. Use {', '.join(REQUESTS)}.")
         self._known |= names
         return names & {*REQUESTS}
 
@@ -136,12 +137,9 @@ class GracefulStop(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: EditModule, exception: BaseException) -> None:
         if is_lost_peer(exception):
             faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=2)
-        self._release()
+        self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
-        self._release()
-
-    def _release(self) -> None:
         """Remove references to the trainer from `stop`, which outlives the run and would keep the model in memory."""
         stop.busy_with = None
         stop.on_signal = lambda number: None
@@ -173,11 +171,10 @@ class Watchdog(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         self._steps += 1
 
-    def on_exception(self, trainer: L.Trainer, pl_module: EditModule, exception: BaseException) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: Any) -> None:
         self._ended.set()
 
-    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
-        self._ended.set()
+    on_exception = teardown
 
     def _watch(self, module: EditModule, seconds: float) -> None:
         """Count the idle time; runs in a thread of its own."""
@@ -202,5 +199,4 @@ class Overfit(L.Callback):
     """Train on the first sample only."""
 
     def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        data.keep_first()
+        PairsDataModule.of(trainer).keep_first()

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
 from foundation.files import link_or_copy, replacing
 from lightning_modules.edit_module import EditModule
@@ -30,7 +31,7 @@ def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
     It contains plain values only, because predict.py accepts no others from a file.
 
     Args:
-        name: of the model's YAML.
+        name: name of the model's YAML.
         model: its composed settings.
     """
     header: dict[str, Any] = {"name": name, **_plain(model)}
@@ -56,7 +57,7 @@ class LoRACheckpoint(L.Callback):
         save_every: optimizer steps between two checkpoints; 0 saves at the end only.
         keep_checkpoints: number of checkpoints that are kept.
         model: its composed settings, for the header of the LoRA files.
-        dtype: of the LoRA files, a name of `lora_files.writing.DTYPES`.
+        dtype: dtype of the LoRA files, a name of `lora_files.writing.DTYPES`.
     """
 
     def __init__(
@@ -116,8 +117,7 @@ class LoRACheckpoint(L.Callback):
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
         if module.objective is not None:
             header["objective"] = module.objective.name
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not all(root.caption_per_line for root in data.sample_set.roots):
+        if not all(root.caption_per_line for root in PairsDataModule.of(trainer).sample_set.roots):
             header["caption_per_line"] = False
         if module.execution.training_adapter is not None:
             header["training_adapter"] = module.execution.training_adapter.name

@@ -49,7 +49,7 @@ class ModelCard(L.Callback):
 
     Args:
         repository: destination of the upload, None without one.
-        trigger_word: of the captions, None without one.
+        trigger_word: trigger word of the captions, None without one.
     """
 
     def __init__(self, output_dir: str, model_name: str, repository: str | None, trigger_word: str | None) -> None:

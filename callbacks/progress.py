@@ -146,16 +146,12 @@ class TrainingProgress(L.Callback):
             self._last_line = time.monotonic()
             log.info("  ".join([f"step {self._task.completed}/{self._task.total}", *words]))
 
-    def on_exception(self, trainer: L.Trainer, pl_module: EditModule, exception: BaseException) -> None:
-        self._stop()
-
-    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: Any) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    on_exception = teardown
 
     def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._metrics = find_callback(trainer, Metrics)

@@ -50,12 +50,12 @@ class SampleImages(L.Callback):
     Args:
         sample_every: optimizer steps between two sets; 0: before the first step, on request and at the end.
         count: number of samples, the first held-out ones, or of the training data without these.
-        seed: as in prediction.
+        seed: seed of each image, as in prediction.
         root: images without targets, see `own_edits`; None for none.
-        max_area: of these images, as in prediction.
+        max_area: pixels to which larger ones of these are shrunk, as in prediction.
 
     Attributes:
-        results: of the last sampling, in every process.
+        results: strips of the last sampling, in every process.
         sampled_step: step of the last sampling.
     """
 

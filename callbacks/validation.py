@@ -52,7 +52,7 @@ class Validation(L.Callback):
     `SampleImages` samples; losses are of all held-out samples.
 
     Args:
-        metrics: of torchmetrics or their factories, updated with (result, target), each (1, 3, H, W) in [0, 1].
+        metrics: torchmetrics' metrics or their factories, updated with (result, target), each (1, 3, H, W) in [0, 1].
         monitor: the figure that determines which weights are kept as `best`, next to `last`; None for the default.
         default_monitor: the model's; val_loss replaces it if it is not measured.
         early_stopping: whether training ends when the figure no longer improves.

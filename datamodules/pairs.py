@@ -32,7 +32,7 @@ class PairDataset(Dataset[RawBatch]):
     """Views decoded to batches of one, by (index of the view, number of the draw).
 
     Args:
-        choices: of captions, condition images and preserve_prompts.
+        choices: random choices of captions, condition images and preserve_prompts.
         preserve_prompts: prompts of which each sample gets one in addition to its own.
     """
 
@@ -111,7 +111,7 @@ class PairsDataModule(DataModule):
     """Pairs of one or several roots, to train on.
 
     Args:
-        buckets: as for `Framing`; `auto`: aspect where a batch may have several samples, else exact.
+        buckets: see `Framing`; `auto`: aspect where a batch may have several samples, else exact.
         upscale, crop, crop_count, flip: see `Framing`.
         batch_size: samples per step and process; those of a batch have one size.
         cache_dir, shards, max_tokens_per_batch: see `CachedDataModule`; None where samples are encoded in every step.
@@ -127,7 +127,7 @@ class PairsDataModule(DataModule):
     Attributes:
         needs_encoders: whether batches are pixels, which the training step encodes.
         needs_empty_prompt, preserve_prompts: see `Model`. equal_text: see `Geometry`.
-        choices: of each draw in training.
+        choices: random choices of each draw in training.
         notes: possible mistakes, one line each.
         training: the samples to train on.
         validation: the held-out samples; None if there are none.
