@@ -5,7 +5,7 @@ import logging
 import math
 import statistics
 import time
-from collections import deque
+from itertools import islice
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
@@ -57,7 +57,7 @@ class Metrics(L.Callback):
 
     - loss: mean of the window; loss_avg: running mean of the last `WINDOW` steps;
     - active_rank: rank of a T-LoRA, the mean over the samples;
-    - peak_memory_gb: of steps, without sample images and checkpoints: memory of the GPU, without one of the process;
+    - peak_memory_gb: peak of steps, without sample images and checkpoints, on the GPU; without one, of the process;
     - data_wait: share of the time in which steps waited for data.
 
     Steps leave their figures on the device, and are read back a logging interval at a time. Rates, which are totals of
@@ -70,7 +70,6 @@ class Metrics(L.Callback):
         self.losses: list[float] = []
         self._diverged = False
         self.peak_memory = 0
-        self._running: deque[float] = deque(maxlen=WINDOW)
         self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
         self._ranks: list[torch.Tensor] = []
@@ -90,13 +89,8 @@ class Metrics(L.Callback):
             write_rows(self.path, earlier, columns)
             self._file = self.path.open("a", encoding="utf-8", newline="", buffering=1)
             self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", restval="")
-            self._remember(*(float(row["loss"]) for row in earlier))
+            self.losses = [float(row["loss"]) for row in earlier]
             self._start -= float(earlier[-1]["seconds"]) if earlier else 0.0
-
-    def _remember(self, *losses: float) -> None:
-        """Include losses in the running mean, without those of skipped steps."""
-        self.losses += losses
-        self._running.extend(loss for loss in losses if math.isfinite(loss))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         if pl_module.device.type == "cuda":  # memory that was used between steps does not count
@@ -159,10 +153,11 @@ class Metrics(L.Callback):
             "peak_memory_gb": self.peak_memory / 1e9,
         }
         for step, (grad_norm, loss, *rank) in zip(steps, figures.tolist(), strict=True):
-            self._remember(loss)
+            self.losses.append(loss)
+            recent = list(islice(filter(math.isfinite, reversed(self.losses)), WINDOW))  # without skipped steps
             self.latest = {
                 "loss": loss,
-                "loss_avg": statistics.fmean(self._running or [loss]),
+                "loss_avg": statistics.fmean(recent or [loss]),
                 "grad_norm": grad_norm,
                 "lr": step.lr,
                 **rates,

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from types import TracebackType
@@ -28,6 +28,7 @@ from datamodules.split import Split
 from foundation.errors import UserError, count_of, listing
 
 
+@dataclass(eq=False)
 class PairDataset(Dataset[RawBatch]):
     """Views decoded to batches of one, by (index of the view, number of the draw).
 
@@ -36,18 +37,13 @@ class PairDataset(Dataset[RawBatch]):
         preserve_prompts: prompts of which each sample gets one in addition to its own.
     """
 
-    def __init__(
-        self,
-        views: Sequence[View],
-        condition_images: ConditionImages,
-        choices: Choices = FIRST,
-        preserve_prompts: Sequence[str] = (),
-    ) -> None:
-        self.views = views
-        self.condition_images = condition_images
-        self.choices = choices
-        self.preserve_prompts = preserve_prompts
-        self.weighted = any(view.weight != 1 for view in views)
+    views: Sequence[View]
+    condition_images: ConditionImages
+    choices: Choices = FIRST
+    preserve_prompts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.weighted = any(view.weight != 1 for view in self.views)
 
     def __len__(self) -> int:
         return len(self.views)

@@ -124,8 +124,8 @@ def phases_of(plan: Footprint, module: EditModule) -> dict[str, dict[str, int]]:
     if plan.cache is not None and module.condition_images.text_sees_them:
         phases["encoding"] = texts | encoding
     elif plan.cache is not None or offloads:  # prompts come first; their encoders are then released
-        beside = plan.trained if plan.cache is None else {}
-        phases |= {"encoding prompts": beside | texts, "encoding images": beside | encoding}
+        loaded = plan.trained if plan.cache is None else {}
+        phases |= {"encoding prompts": loaded | texts, "encoding images": loaded | encoding}
     if plan.decode is not None:
         chosen = module.sampler.sampling is not None and module.sampler.sampling.transformer_name_or_path is not None
         other = {"other transformer": plan.trained["weights"]} if chosen else {}
