@@ -166,10 +166,11 @@ def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
         check=True,
         env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1", "PATH": ""},
     )
-    rows = dict(re.findall(r"(GPU, \w+) +(.*?) *│", done.stderr))
+    rows = dict(re.findall(r"(GPU, \w+(?: \w+)?) {2,}(.*?) *│", done.stderr))
     amounts = {name: float(re.findall(r"([\d.]+) GB", rest)[-1]) + CUDA for name, rest in rows.items()}
     training = max(amounts["GPU, training"], amounts["GPU, sampling"])
-    return {"training": round(training, 1), "encoding": round(amounts["GPU, encoding"], 1)}
+    encoding = max(amount for name, amount in amounts.items() if name.startswith("GPU, encoding"))
+    return {"training": round(training, 1), "encoding": round(encoding, 1)}
 
 
 def download(model: str) -> float:

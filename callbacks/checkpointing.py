@@ -36,8 +36,7 @@ class RaiseCheckpointing(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._policy = state_dict["policy"]
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         if not pl_module.execution.searches_checkpointing:
             return
         if self._policy is not None and pl_module.execution.compiles:
@@ -50,21 +49,20 @@ class RaiseCheckpointing(L.Callback):
             data, passes = PairsDataModule.of(trainer), pl_module.objective.passes(0)
             self._needs, self._tokens = policy_needs(pl_module.execution, data, passes)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         if self._memory is not None and self._needs:
             self._memory.restart()
 
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_after_backward(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         if self._memory is not None and self._needs:  # images may be sampled later in the batch
             self._taken = self._memory.taken()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: EditModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         memory, needs = self._memory, self._needs
         if memory is None or trainer.global_step == self._first_step:  # the optimizer has no state yet
             return
-        assert isinstance(pl_module, EditModule)
         self._memory = None
         mine = [math.inf, 0.0]
         if needs:

@@ -13,7 +13,9 @@ from typing import Any
 import lightning.pytorch as L
 from torch.optim import Optimizer
 
+from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
+from foundation.internals import ignore_sigterm
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import LOADING
 from report.quoting import shareable
@@ -29,25 +31,16 @@ SECONDS_TO_END = 100.0
 
 
 class StartOfTraining(L.Callback):
-    """Prepare training before the other callbacks start.
+    """Prepare training before the other callbacks start."""
 
-    Args:
-        max_steps: optimizer steps of the run. The trainer may have been given one more, so that it starts at all.
-    """
-
-    def __init__(self, max_steps: int) -> None:
-        self.max_steps = max_steps
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         stop.install_handlers()  # Lightning has just installed its own, which would exit without saving
         if (step := of_first(trainer, trainer.global_step)) != trainer.global_step:
             raise UserError(
                 f"process {trainer.global_rank} starts after step {trainer.global_step}, the first one after step "
                 f"{step}: output_dir must be a folder that all machines see; if it is in a bucket, start again"
             )
-        trainer.fit_loop.epoch_loop.max_steps = self.max_steps
-        module: Any = pl_module
-        module.optimization.follow_schedule(module.lr_schedulers(), trainer.global_step)
+        pl_module.optimization.follow_schedule(pl_module.lr_schedulers(), trainer.global_step)
 
 
 class SaveConfig(L.Callback):
@@ -61,11 +54,11 @@ class SaveConfig(L.Callback):
         self.settings = settings
         self.resolved = resolved
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         for logger in trainer.loggers:  # before Lightning makes them write their files
             logger.log_hyperparams(shareable(self.resolved))
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         if trainer.is_global_zero:
             write_config(self.run.config, self.settings)
 
@@ -82,7 +75,7 @@ class GracefulStop(L.Callback):
         self._next_look = 0.0
         self._known = {*REQUESTS}
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         def pass_on(number: int) -> None:
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(number)
@@ -94,21 +87,20 @@ class GracefulStop(L.Callback):
             self.run.close_requests()
             self.run.requests.mkdir(exist_ok=True)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         if trainer.world_size > 1:
-            # Lightning checks its own handler of SIGTERM in each batch and waits for the device; ours replaced it.
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+            ignore_sigterm(trainer)  # our own handler has replaced Lightning's
             of_any(trainer, 0)  # not first in a step, by when processes have sampled different numbers of images
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         # Never reset in training: once something is learned, no signal may interrupt before it is saved.
         stop.busy_with = "this batch"
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: EditModule, optimizer: Optimizer) -> None:
         assert self.run is not None
         stop.requests = of_first(trainer, self._look(self.run) if trainer.is_global_zero else set())
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         assert self.run is not None
         if number := of_any(trainer, int(stop.signal or 0)):
             stop.signal = signal.Signals(number)
@@ -128,29 +120,26 @@ class GracefulStop(L.Callback):
             with suppress(OSError):  # of a shared disk
                 names = set(os.listdir(run.requests))
         for name in sorted(names - self._known):
-            log.warning(f"note: {run.requests / name} is no request. There are {', '.join(REQUESTS)}.")
+            log.warning(f"note: {run.requests / name} is not a request. Use {', '.join(REQUESTS)}.")
         self._known |= names
         return names & {*REQUESTS}
 
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_predict_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         stop.install_handlers()  # Lightning has just installed its own, with which prediction would continue
 
-    def on_predict_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_predict_batch_start(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         stop.busy_with = "this one"
 
-    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         stop.busy_with = None
         stop.check()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: EditModule, exception: BaseException) -> None:
         if is_lost_peer(exception):
             faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=2)
-        self._release()
+        self.teardown(trainer, pl_module, "")
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         """Remove references to the trainer from `stop`, which outlives the run and would keep the model in memory."""
         stop.busy_with = None
         stop.on_signal = lambda number: None
@@ -173,21 +162,19 @@ class Watchdog(L.Callback):
         self._steps = 0
         self._ended = threading.Event()
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, EditModule)
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         if self.minutes is not None:
             self._ended.clear()
             arguments = pl_module, 60 * self.minutes
             threading.Thread(target=self._watch, args=arguments, daemon=True, name="watchdog").start()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         self._steps += 1
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: Any) -> None:
         self._ended.set()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._ended.set()
+    on_exception = teardown
 
     def _watch(self, module: EditModule, seconds: float) -> None:
         """Count the idle time; runs in a thread of its own."""
@@ -211,6 +198,5 @@ class Watchdog(L.Callback):
 class Overfit(L.Callback):
     """Train on the first sample only."""
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        data.keep_first()
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
+        PairsDataModule.of(trainer).keep_first()

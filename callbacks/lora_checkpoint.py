@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
 from foundation.files import link_or_copy, replacing
 from lightning_modules.edit_module import EditModule
@@ -30,7 +31,7 @@ def model_header(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
     It contains plain values only, because predict.py accepts no others from a file.
 
     Args:
-        name: of the model's YAML.
+        name: name of the model's YAML.
         model: its composed settings.
     """
     header: dict[str, Any] = {"name": name, **_plain(model)}
@@ -56,7 +57,7 @@ class LoRACheckpoint(L.Callback):
         save_every: optimizer steps between two checkpoints; 0 saves at the end only.
         keep_checkpoints: number of checkpoints that are kept.
         model: its composed settings, for the header of the LoRA files.
-        dtype: of the LoRA files, a name of `lora_files.writing.DTYPES`.
+        dtype: dtype of the LoRA files, a name of `lora_files.writing.DTYPES`.
     """
 
     def __init__(
@@ -76,30 +77,29 @@ class LoRACheckpoint(L.Callback):
         self.saved_step = -1
         self._was_read_back = False
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self.saved_step = trainer.global_step
         self._was_read_back = trainer.global_step > 0  # by an earlier start of the run
         if trainer.is_global_zero:
             self.run.remove_unfinished()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
         if due or "save" in stop.requests or trainer.global_step == trainer.max_steps:
             self.save(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self.save(trainer, pl_module)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: EditModule, exception: BaseException) -> None:
         """Save the weights once training has begun; several processes cannot agree on it when one has failed."""
         alone, started = trainer.world_size == 1, self.saved_step >= 0
         if alone and started and isinstance(exception, UserError | torch.OutOfMemoryError):
             with suppress(UserError):  # the disk may be what failed
                 self.save(trainer, pl_module)
 
-    def save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def save(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         """Save if there was a step since the last time. If writing fails, the older files stay."""
-        assert isinstance(pl_module, EditModule)
         if trainer.global_step == self.saved_step or pl_module.transformer is None:
             return
         with pl_module.base.timer.stage(NOT_TRAINING):
@@ -117,8 +117,7 @@ class LoRACheckpoint(L.Callback):
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
         if module.objective is not None:
             header["objective"] = module.objective.name
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not all(root.caption_per_line for root in data.sample_set.roots):
+        if not all(root.caption_per_line for root in PairsDataModule.of(trainer).sample_set.roots):
             header["caption_per_line"] = False
         if module.execution.training_adapter is not None:
             header["training_adapter"] = module.execution.training_adapter.name

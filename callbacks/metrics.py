@@ -5,7 +5,7 @@ import logging
 import math
 import statistics
 import time
-from collections import deque
+from itertools import islice
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
@@ -57,7 +57,7 @@ class Metrics(L.Callback):
 
     - loss: mean of the window; loss_avg: running mean of the last `WINDOW` steps;
     - active_rank: rank of a T-LoRA, the mean over the samples;
-    - peak_memory_gb: of steps, without sample images and checkpoints: memory of the GPU, without one of the process;
+    - peak_memory_gb: peak of steps, without sample images and checkpoints, on the GPU; without one, of the process;
     - data_wait: share of the time in which steps waited for data.
 
     Steps leave their figures on the device, and are read back a logging interval at a time. Rates, which are totals of
@@ -70,7 +70,6 @@ class Metrics(L.Callback):
         self.losses: list[float] = []
         self._diverged = False
         self.peak_memory = 0
-        self._running: deque[float] = deque(maxlen=WINDOW)
         self._process = psutil.Process()
         self._losses: list[torch.Tensor] = []
         self._ranks: list[torch.Tensor] = []
@@ -79,8 +78,7 @@ class Metrics(L.Callback):
         self._step = 0
         self._lr = 0.0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._step = trainer.global_step
         self._interval = _Clock.now(trainer, pl_module)
         self._start = self._interval.total
@@ -91,27 +89,21 @@ class Metrics(L.Callback):
             write_rows(self.path, earlier, columns)
             self._file = self.path.open("a", encoding="utf-8", newline="", buffering=1)
             self._writer = csv.DictWriter(self._file, columns, extrasaction="ignore", restval="")
-            self._remember(*(float(row["loss"]) for row in earlier))
+            self.losses = [float(row["loss"]) for row in earlier]
             self._start -= float(earlier[-1]["seconds"]) if earlier else 0.0
 
-    def _remember(self, *losses: float) -> None:
-        """Include losses in the running mean, without those of skipped steps."""
-        self.losses += losses
-        self._running.extend(loss for loss in losses if math.isfinite(loss))
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         if pl_module.device.type == "cuda":  # memory that was used between steps does not count
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: L.Trainer, pl_module: EditModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._lr = optimizer.param_groups[0]["lr"]  # at the end of the step the scheduler has moved on
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: EditModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, EditModule)
         if pl_module.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(pl_module.device)
         else:
@@ -134,15 +126,14 @@ class Metrics(L.Callback):
         if pl_module.optimization.is_reported(trainer):
             self._read_back(trainer, pl_module)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: EditModule, checkpoint: dict[str, Any]) -> None:
         self._read_back(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._read_back(trainer, pl_module)
 
-    def _read_back(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _read_back(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write the rows of the steps since the last call; waits for the device."""
-        assert isinstance(module, EditModule)
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -162,10 +153,11 @@ class Metrics(L.Callback):
             "peak_memory_gb": self.peak_memory / 1e9,
         }
         for step, (grad_norm, loss, *rank) in zip(steps, figures.tolist(), strict=True):
-            self._remember(loss)
+            self.losses.append(loss)
+            recent = list(islice(filter(math.isfinite, reversed(self.losses)), WINDOW))  # without skipped steps
             self.latest = {
                 "loss": loss,
-                "loss_avg": statistics.fmean(self._running or [loss]),
+                "loss_avg": statistics.fmean(recent or [loss]),
                 "grad_norm": grad_norm,
                 "lr": step.lr,
                 **rates,
@@ -184,6 +176,6 @@ class Metrics(L.Callback):
             self._diverged = True
             log.warning(f"note: {line}")
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         if hasattr(self, "_file"):
             self._file.close()

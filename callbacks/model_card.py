@@ -49,7 +49,7 @@ class ModelCard(L.Callback):
 
     Args:
         repository: destination of the upload, None without one.
-        trigger_word: of the captions, None without one.
+        trigger_word: trigger word of the captions, None without one.
     """
 
     def __init__(self, output_dir: str, model_name: str, repository: str | None, trigger_word: str | None) -> None:
@@ -58,8 +58,7 @@ class ModelCard(L.Callback):
         self.repository = repository
         self.trigger_word = one_line(trigger_word or "")
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         assert pl_module.adapter is not None
         validation, steps = find_callback(trainer, Validation), {"last": trainer.global_step}
         if validation is not None and (row := validation.best()) is not None:
@@ -83,11 +82,11 @@ class ModelCard(L.Callback):
         measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
         settings |= {name: str(value) for name, value in module.encoding_settings().items()}
-        private = data.sample_set.outside(data.samples)
+        private = data.sample_set.outside(data.training.samples)
         if private and folder.name == "last":
             log.info(f"note: {README} shows nothing of {listing(sorted(private))}: their files are not below data.root")
-        public = (prompt for sample in data.samples if sample.key not in private for prompt in sample.prompts)
-        edits, captions = has_edits(data.sizes), Counter(public).most_common()
+        public = (prompt for sample in data.training.samples if sample.key not in private for prompt in sample.prompts)
+        edits, captions = has_edits(data.training.sizes), Counter(public).most_common()
         caption = one_line(captions[0][0]) if captions else ""
         render(
             folder / README,

@@ -71,7 +71,7 @@ def training_facts(trainer: L.Trainer, module: EditModule) -> dict[str, str]:
     assert module.transformer is not None
     assert module.adapter is not None
     data, assistant, ema = PairsDataModule.of(trainer), module.execution.training_adapter, module.optimization.ema
-    counts = data.size_counts().most_common()
+    counts = data.training.size_counts()
     sizes = [f"{n} of {width}x{height}" for (width, height), n in counts[:4]]
     windows = trainer.accumulate_grad_batches * trainer.world_size
     budget = data.max_tokens_per_batch
@@ -146,25 +146,20 @@ class TrainingProgress(L.Callback):
             self._last_line = time.monotonic()
             log.info("  ".join([f"step {self._task.completed}/{self._task.total}", *words]))
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._stop()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: Any) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    on_exception = teardown
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._metrics = find_callback(trainer, Metrics)
         if self._metrics is None:
             raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
         self._step = trainer.global_step
         if not trainer.is_global_zero:
             return
-        assert isinstance(pl_module, EditModule)
         data = PairsDataModule.of(trainer)
         rows = {
             "model": f"{pl_module.base.title} ({pl_module.base.source.precision}) on {pl_module.base.device}",
@@ -179,7 +174,7 @@ class TrainingProgress(L.Callback):
         pl_module.base.timer.listeners.append(self.show_work)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: EditModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self._step or not trainer.is_global_zero:
             return

@@ -33,15 +33,14 @@ class RankMasks(L.Callback):
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def on_fit_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         gates, sampler = pl_module.rank_gates, pl_module.sampler
         if gates and pl_module.transformer is not None:
             self._hooks = mask_forwards(pl_module.transformer, gates, lambda *_: sampler.current_step())
 
     on_predict_start = on_fit_start
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -57,8 +56,7 @@ class RankHistogram(L.Callback):
     def __init__(self, output_dir: str) -> None:
         self.path = RunFolder(output_dir).active_ranks
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         if pl_module.rank_gates and trainer.is_global_zero:
             with pl_module.base.timer.stage(NOT_TRAINING):
                 self._draw(trainer, pl_module)
@@ -66,7 +64,7 @@ class RankHistogram(L.Callback):
     def _draw(self, trainer: L.Trainer, module: EditModule) -> None:
         """Draw and log the ranks, of this run's own timesteps and at the most common image size."""
         data = PairsDataModule.of(trainer)
-        [((width, height), _)] = data.size_counts().most_common(1)
+        (width, height), _ = data.training.size_counts()[0]
         tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
         schedule = module.rank_gates[0].schedule
         assert module.sampler.sampling is not None

@@ -43,21 +43,19 @@ class Report(L.Callback):
         self._written = 0.0  # until the first page
         self._pause = float(SECONDS_BETWEEN_PAGES)
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         """Write the first page in the first epoch, after the first sample images and config.yaml."""
-        assert isinstance(pl_module, EditModule)
         if trainer.is_global_zero and not self._written:
             self._renew(trainer, pl_module, now=True)
             log.info(f"report: {self.run.report}, kept up to date")
             pl_module.base.timer.listeners.append(lambda _: self._renew(trainer, pl_module))
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         if trainer.is_global_zero:
             self._renew(trainer, pl_module)
 
-    def _renew(self, trainer: L.Trainer, module: L.LightningModule, now: bool = False) -> None:
+    def _renew(self, trainer: L.Trainer, module: EditModule, now: bool = False) -> None:
         """Write the page if it is old enough, or now."""
-        assert isinstance(module, EditModule)
         start = time.monotonic()
         if now or start - self._written >= self._pause:
             self._written = math.inf  # writing is noted as progress as well
@@ -66,16 +64,15 @@ class Report(L.Callback):
             self._written = time.monotonic()
             self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - start) / SHARE_OF_TIME)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._finish(trainer, pl_module)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: EditModule, exception: BaseException) -> None:
         if self._written:
             self._finish(trainer, pl_module)
 
-    def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _finish(self, trainer: L.Trainer, module: EditModule) -> None:
         """Write grid.png, and the page without the script that reloads it."""
-        assert isinstance(module, EditModule)
         self._written = math.inf  # later work, such as model cards, does not write it again
         if trainer.is_global_zero and module.transformer is not None:
             with best_effort("grid.png"):
@@ -128,10 +125,10 @@ def _data_urls(path: Path) -> list[str]:
 
 def _describe(data: PairsDataModule) -> dict[str, Any]:
     """Return the page's part on the data: its size, and its first samples."""
-    sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.size_counts().most_common(6))
+    sizes = ", ".join(f"{n} of {width}x{height}" for (width, height), n in data.training.size_counts()[:6])
     thumbs = [
         {"images": [data_url(to_image(one), THUMBNAIL) for one in raw.images], "caption": one_line(raw.prompts[0])}
-        for raw in data.pixels(slice(data.preview_count))
+        for raw in data.pixels(data.training, slice(data.preview_count))
     ]
     lines = [without_secrets(line) for line in (data.describe(), sizes, *data.notes)]
     return {"data_lines": lines, "thumbs": thumbs}

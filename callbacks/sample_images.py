@@ -50,13 +50,12 @@ class SampleImages(L.Callback):
     Args:
         sample_every: optimizer steps between two sets; 0: before the first step, on request and at the end.
         count: number of samples, the first held-out ones, or of the training data without these.
-        seed: as in prediction.
+        seed: seed of each image, as in prediction.
         root: images without targets, see `own_edits`; None for none.
-        max_area: of these images, as in prediction.
+        max_area: pixels to which larger ones of these are shrunk, as in prediction.
 
     Attributes:
-        validation: data module of the held-out samples, None without these.
-        results: of the last sampling, in every process.
+        results: strips of the last sampling, in every process.
         sampled_step: step of the last sampling.
     """
 
@@ -71,12 +70,10 @@ class SampleImages(L.Callback):
         self._other: SamplingTransformer | None = None
         self._shown: list[Shown] | None = None  # this process's
         self._step = 0
-        self.validation: PairsDataModule | None = None
         self.results: list[Made] = []
         self.sampled_step = -1
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, EditModule)
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         assert pl_module.sampler.sampling is not None
         self.sampling = pl_module.sampler.sampling
         self.negative_prompt = pl_module.sampling_rules.negative_prompt(self.sampling)
@@ -92,23 +89,21 @@ class SampleImages(L.Callback):
             self._shown = self._prepare(trainer, pl_module)
             pl_module.base.components.release(*pl_module.text_components)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._step = trainer.global_step
-        self.validation = PairsDataModule.of(trainer).validation
         # A resumed run may have been killed before this step had all its images.
         made, first = (len(list(self.run.samples_of(step).glob("*.png"))) for step in (self._step, 0))
         self.sample_if_due(trainer, pl_module, of_first(trainer, self._step == 0 or made < first))
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         self.sample_if_due(trainer, pl_module, trainer.global_step != self._step)
         self._step = trainer.global_step
 
-    def sample_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule, missing: bool) -> None:
+    def sample_if_due(self, trainer: L.Trainer, pl_module: EditModule, missing: bool) -> None:
         """Sample the images of this step if it has some and they are `missing`."""
         step = trainer.global_step
         due = step in (0, trainer.max_steps) or (self.sample_every > 0 and step % self.sample_every == 0)
         if (due or "sample" in stop.requests) and missing:
-            assert isinstance(pl_module, EditModule)
             with pl_module.base.timer.stage(NOT_TRAINING):
                 self.sample(trainer, pl_module)
 
@@ -138,8 +133,8 @@ class SampleImages(L.Callback):
         if first.controls and not self.run.control.is_file():  # its own file may be inside a table or a tar
             with best_effort(str(self.run.control)):
                 save_png(to_image(first.controls[0]), self.run.control)
-        data = self.validation or PairsDataModule.of(trainer)
-        private = data.sample_set.outside(data.samples[: self.count])
+        data = PairsDataModule.of(trainer)
+        private = data.sample_set.outside((data.validation or data.training).samples[: self.count])
         for one in self.results:
             with best_effort(f"sample image of {one.key}"):
                 goal = None if one.target is None else to_image(one.target)
@@ -150,9 +145,9 @@ class SampleImages(L.Callback):
 
     def _prepare(self, trainer: L.Trainer, module: EditModule) -> list[Shown]:
         """Encode this process's share of the samples and of sample_root."""
-        training, negative = PairsDataModule.of(trainer), self.negative_prompt
-        data = training.validation or training
-        count = min(self.count, data.sample_count)
+        data, negative = PairsDataModule.of(trainer), self.negative_prompt
+        split = data.validation or data.training
+        count = min(self.count, len(split))
 
         def encode(batch: RawBatch | LatentBatch) -> LatentBatch:
             if isinstance(batch, RawBatch):
@@ -170,13 +165,13 @@ class SampleImages(L.Callback):
 
         shown = []
         mine = share(trainer, count)
-        pixels = data.pixels(mine)
+        pixels = data.pixels(split, mine)
         # A cache contains the conditioning of the empty prompt only.
-        as_pixels = negative and data.views
-        for batch in pixels if as_pixels else data.one_by_one(mine, empty_prompt=negative is not None):
+        as_pixels = negative and split.views
+        for batch in pixels if as_pixels else data.one_by_one(split, mine, empty_prompt=negative is not None):
             if isinstance(batch, RawBatch):
                 images = batch.images
-            elif data.views:
+            elif split.views:
                 images = next(pixels).images
             else:
                 known = [one for one in (*batch.controls, batch.target_mean) if one is not None]

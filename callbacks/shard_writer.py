@@ -33,13 +33,12 @@ class ShardWriter(L.Callback):
         self.encoded = 0
         self._shard: OpenShard | None = None
 
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_predict_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         self._progress = ProgressLines(int(trainer.num_predict_batches[0]), "samples encoded")
 
     def on_predict_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
+        self, trainer: L.Trainer, pl_module: EditModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
-        assert isinstance(pl_module, EditModule)
         if self._shard is not None and self._shard.size >= SHARD_SIZE:
             self.cache.seal(self._shard)
             self._shard = None
@@ -49,7 +48,7 @@ class ShardWriter(L.Callback):
         self.encoded += 1
         self._progress.done(self.encoded)
 
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_predict_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         if self._shard is not None:
             self.cache.seal(self._shard)
 

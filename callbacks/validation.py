@@ -17,6 +17,7 @@ from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.sample_images import Made, SampleImages
 from datamodules.batch import LatentBatch
 from datamodules.pairs import PairsDataModule
+from datamodules.split import Split
 from foundation.errors import UserError
 from foundation.files import reason
 from lightning_modules import flow
@@ -51,7 +52,7 @@ class Validation(L.Callback):
     `SampleImages` samples; losses are of all held-out samples.
 
     Args:
-        metrics: of torchmetrics or their factories, updated with (result, target), each (1, 3, H, W) in [0, 1].
+        metrics: torchmetrics' metrics or their factories, updated with (result, target), each (1, 3, H, W) in [0, 1].
         monitor: the figure that determines which weights are kept as `best`, next to `last`; None for the default.
         default_monitor: the model's; val_loss replaces it if it is not measured.
         early_stopping: whether training ends when the figure no longer improves.
@@ -83,7 +84,7 @@ class Validation(L.Callback):
         """Last measurement."""
         return self.rows[-1] if self.rows else {}
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
         """Raise a UserError if the monitored figure will not be measured, before weights are loaded."""
         data = PairsDataModule.of(trainer)
         sampler = find_callback(trainer, SampleImages)
@@ -100,9 +101,9 @@ class Validation(L.Callback):
         if math.isfinite(self.patience) and (sampler is None or not sampler.sample_every):
             raise UserError("early_stopping=true needs measurements during the run. Set sample_every, as 200.")
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         sampler = find_callback(trainer, SampleImages)
-        if sampler is None or sampler.validation is None:
+        if sampler is None or PairsDataModule.of(trainer).validation is None:
             return
         earlier = read_validation(self.path) if trainer.global_step else []  # else the rows of a run that saved nothing
         self.rows = of_first(trainer, [row for row in earlier if row["step"] <= trainer.global_step])
@@ -119,36 +120,36 @@ class Validation(L.Callback):
             sampler.sample_if_due(trainer, pl_module, self.latest.get("step") != trainer.global_step)
         self._after_sampling(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         self._after_sampling(trainer, pl_module)
 
-    def _after_sampling(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, EditModule)
+    def _after_sampling(self, trainer: L.Trainer, pl_module: EditModule) -> None:
         sampler, step = find_callback(trainer, SampleImages), trainer.global_step
-        if sampler is None or sampler.validation is None:
+        split = PairsDataModule.of(trainer).validation
+        if sampler is None or split is None:
             return
         if sampler.sampled_step != step or self.latest.get("step") == step:
             return
         with pl_module.base.timer.stage(NOT_TRAINING):
             with trainer.precision_plugin.forward_context():
-                losses = self._losses(trainer, pl_module, sampler.validation)
+                losses = self._losses(trainer, pl_module, split)
             row = {"step": step, **losses, **self._measure(sampler, pl_module)}
             if is_stopped(trainer, together=True):  # the resumed run measures all of them
                 return
             self._record(trainer, pl_module, of_first(trainer, row), sampler.sample_every or 1)
 
-    def _losses(self, trainer: L.Trainer, module: EditModule, data: PairsDataModule) -> dict[str, float]:
+    def _losses(self, trainer: L.Trainer, module: EditModule, split: Split) -> dict[str, float]:
         """Return the loss of each band, and their weighted mean."""
-        mine = share(trainer, data.sample_count)
-        indices = range(data.sample_count)[mine]
+        data, mine = PairsDataModule.of(trainer), share(trainer, len(split))
+        indices = range(len(split))[mine]
         measured: list[Tensor] = []
         with inference_weights(module), torch.no_grad():
-            for index, one in zip(indices, data.one_by_one(mine, empty_prompt=False), strict=True):
+            for index, one in zip(indices, data.one_by_one(split, mine, empty_prompt=False), strict=True):
                 if is_stopped(trainer):
                     break
                 module.base.timer.note_progress(f"validating {len(measured) + 1}/{len(indices)}")
                 batch = module.encoder.latents(one, empty_prompt=False).to(module.base.device)
-                bands = _band_losses(module, batch, (index + 0.5) / data.sample_count)
+                bands = _band_losses(module, batch, (index + 0.5) / len(split))
                 measured.append(torch.cat([bands, (bands * _visits(module, batch)).sum()[None]]))
         if is_stopped(trainer, together=True):
             return {}

@@ -10,9 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hydra._internal.utils
 import yaml
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
@@ -22,6 +20,7 @@ from cli.resuming import OF_A_START, newest_run
 from cli.terminal import log, started_by_lightning
 from foundation import stores
 from foundation.errors import UserError, listing
+from foundation.internals import get_args_parser, raise_hydras_errors
 from foundation.settings import CONF, Declared, declared, text_kind
 from report.quoting import QUOTES, SECRET, is_parsed, literal, override, program, prompt_items
 from runs.config_file import calls_another_function, is_own
@@ -242,8 +241,7 @@ def _checked(setting: str, known: Declared) -> str:
 @contextmanager
 def hydras_errors(script: str) -> Iterator[None]:
     """Temporarily turn Hydra's errors about settings into one line of ours, and exit status 1."""
-    # Hydra would print its own advice, such as to write +KEY=VALUE, and exit.
-    hydra._internal.utils.run_and_report = lambda func: func()
+    raise_hydras_errors()  # its own advice is to write +KEY=VALUE
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RuntimeError) as error:  # submitit's

@@ -15,46 +15,19 @@ from datamodules.images.windows import ConditionImages
 PromptShapes = Callable[[str, list[tuple[int, int]]], Mapping[str, tuple[int, ...]]]
 
 
-class Asking(Protocol):
-    """The demands of an objective on the data.
+class Model(Protocol):
+    """The part of the model that the data depends on.
 
     Attributes:
-        needs_empty_prompt: whether batches must contain the empty prompt's conditioning.
-        preserve_prompts: each sample of a training batch gets one of them alongside its own.
+        base: the frozen pipeline, with its name for messages.
+        encoder: its encoders; `fingerprint_parts` returns the settings and versions that their outputs depend on.
+        objective: None outside of training. `needs_empty_prompt`: batches must contain the empty prompt's conditioning;
+            `preserve_prompts`: each sample of a batch gets one of them alongside its own.
     """
 
-    needs_empty_prompt: bool
-    preserve_prompts: tuple[str, ...]
-
-
-class NamedBase(Protocol):
-    """A frozen pipeline with the name that messages use."""
-
-    name: str
-
-
-class Fingerprinted(Protocol):
-    """Encoders that specify what their outputs depend on."""
-
-    def fingerprint_parts(self, memo: Path) -> Mapping[str, Any]:
-        """Return all settings and versions that the outputs depend on, besides the inputs.
-
-        Args:
-            memo: a file with the checksums of a local model's files.
-        """
-
-
-class Model(Protocol):
-    """The part of the model that the data depends on; `objective` is None outside of training."""
-
-    @property
-    def base(self) -> NamedBase: ...
-
-    @property
-    def encoder(self) -> Fingerprinted: ...
-
-    @property
-    def objective(self) -> Asking | None: ...
+    base: Any
+    encoder: Any
+    objective: Any
 
     @property
     def condition_images(self) -> ConditionImages: ...

@@ -64,30 +64,40 @@ class Entry(NamedTuple):
     """A view, and the conditioning that a cache holds for it.
 
     Attributes:
+        id: name of the view in the cache.
+        number: its index among the views of the sample.
         preserved: names of the conditioning by preserve prompt, without the empty prompt, which every sample has.
     """
 
     view: View
+    id: str
+    number: int
     preserved: Mapping[str, str]
 
+    @property
+    def names(self) -> set[str]:
+        """All names in the cache."""
+        return {self.id, *self.preserved.values()}
 
-def entries_by_id(
+
+def entries_of(
     sample_set: SampleSet, samples: Iterable[Sample], hashes: FileHashes, preserve_prompts: Sequence[str]
-) -> Iterator[tuple[Sample, Usable | None, dict[str, Entry]]]:
-    """Yield samples with their views by name in a cache; without views if a file is new or has changed."""
+) -> Iterator[tuple[Sample, Usable | None, list[Entry]]]:
+    """Yield samples with their views in a cache; without views if a file is new or has changed."""
     others = [prompt for prompt in preserve_prompts if prompt]
     sees = sample_set.condition_images.text_sees_them
     shared = {prompt: prompt_id("prompt", prompt) for prompt in others}
     for sample in samples:
         content = Content.of(sample, hashes)
         if content is None:
-            yield sample, None, {}
+            yield sample, None, []
             continue
-        entries = {}
-        for view in sample_set.views(content.usable):
+        entries = []
+        views = {content.id(view): view for view in sample_set.views(content.usable)}
+        for number, (id, view) in enumerate(views.items()):
             images = content.images(view) if sees else []
             preserved = {prompt: prompt_id("prompt", prompt, images) for prompt in others} if sees else shared
-            entries[content.id(view)] = Entry(view, preserved)
+            entries.append(Entry(view, id, number, preserved))
         yield sample, content.usable, entries
 
 
@@ -116,13 +126,13 @@ def look_up(
     with reading(cache.folder, REMEDY):
         index = index_of(cache.rows())
     found = CachedSamples([], [], {})
-    for sample, usable, entries in entries_by_id(sample_set, samples, hashes, preserve_prompts):
-        needed = {id for entry in entries.values() for id in entry.preserved.values()}
-        if usable is None or not (index.samples.keys() >= entries.keys() and index.prompts.keys() >= needed):
+    known = index.samples.keys() | index.prompts.keys()
+    for sample, usable, entries in entries_of(sample_set, samples, hashes, preserve_prompts):
+        if usable is None or not all(entry.names <= known for entry in entries):
             found.missing.append(sample)
             continue
         found.usable.append(usable)
-        for id, (view, preserved) in entries.items():
+        for view, id, _, preserved in entries:
             encoded = index.samples[id]._replace(key=sample.key, captions=sample.prompts, weight=view.weight)
             if preserve_prompts:
                 places = (index.prompts[preserved[text]] if text else encoded.empty_prompt for text in preserve_prompts)

@@ -62,7 +62,7 @@ class PromptedImage(NamedTuple):
     """An image with prompts for it.
 
     Attributes:
-        paths: of the image, and of its further control images or references.
+        paths: paths of the image, and of its further control images or references.
         keys: the beginning of the names of each prompt's results.
     """
 
@@ -117,7 +117,7 @@ class EditsDataModule(PromptData):
         self.edits: list[PromptedImage] = []
         for paths in find_images(image, setting) if image is not None else [()]:
             # File names may hold any bytes, up to 255 of them; the settings of each result follow the stem.
-            stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "picture"
+            stem = printable(paths[0].stem).encode()[:150].decode(errors="ignore") if paths else "image"
             numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
             names.add(name := next(name for name in numbered if name not in names))
             own = shared or self._own_prompts(paths[0], listing_of(paths[0].parent))
@@ -264,13 +264,13 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
         return [listed]
     path = Path(image).expanduser()
     if path.is_file() and not is_image(path.name):
-        raise UserError(f"{setting}={image}: the file is none of {FORMATS}")
+        raise UserError(f"{setting}={image}: the file is not one of {FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
     read = (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES)
     left_out = [one for one in found if one.is_file() and one.suffix.lower() not in read and not is_clutter(one.name)]
     others = Counter(f"*{one.suffix}" for one in left_out)
-    unread = f"{listing([f'{kind} ({count})' for kind, count in others.items()])}: none of {FORMATS}"
+    unread = f"{listing([f'{kind} ({count})' for kind, count in others.items()])}: not one of {FORMATS}"
     edits = []
     for folder, names in itertools.groupby(sorted(one for one in found if is_image(one.name)), lambda one: one.parent):
         beside = {stem_of(one): one for one in folder.iterdir() if is_image(one.name)}

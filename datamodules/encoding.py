@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
-from datamodules.contents import Content, Entry, entries_by_id, roles
+from datamodules.contents import Content, Entry, entries_of, roles
 from datamodules.images.decoding import image_facts, verify_mask
-from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import ConditionImages
@@ -41,15 +39,6 @@ class EncodeRequest:
     captions: tuple[str, ...]
     preserved: tuple[str, ...]
     view: int
-
-
-class Missing(NamedTuple):
-    """A view to encode; see `EncodeRequest` for its attributes."""
-
-    view: View
-    id: str
-    preserved: tuple[str, ...]
-    number: int
 
 
 class EncodingDataModule(PromptData):
@@ -87,22 +76,19 @@ class EncodingDataModule(PromptData):
         mine = self.sample_set.find().samples[rank :: self.run.world_size]
         hashes = hash_files(self.cache, rank, mine)
         ids = self.cache.sample_ids(prompts=bool(self.preserve_prompts))
-        lacking: list[tuple[int, str, Entry]] = []
-        unread: list[Sample] = []
-        for sample, _, entries in entries_by_id(self.sample_set, mine, hashes, self.preserve_prompts):
-            if not entries:  # a file could not be read: `check` reports it
-                unread.append(sample)
-            for number, (id, entry) in enumerate(entries.items()):
-                if not ids >= {id, *entry.preserved.values()}:
-                    lacking.append((number, id, entry))
-        to_check = {entry.view.sample.key: entry.view.sample for *_, entry in lacking}
-        usable = {one.sample.key for one in self.sample_set.check([*to_check.values(), *unread])[0]}
-        missing: list[Missing] = []
-        for number, id, entry in lacking:
-            preserved = tuple(prompt for prompt, name in entry.preserved.items() if name not in ids)
-            if entry.view.sample.key in usable and (preserved or id not in ids):
-                missing.append(Missing(entry.view, id, preserved, number))
-                ids |= {id, *entry.preserved.values()}
+        lacking: list[Entry] = []
+        to_check: list[Sample] = []
+        for sample, _, entries in entries_of(self.sample_set, mine, hashes, self.preserve_prompts):
+            lacking += (new := [entry for entry in entries if not entry.names <= ids])
+            if new or not entries:  # without any, a file could not be read: `check` reports it
+                to_check.append(sample)
+        usable = {one.sample.key for one in self.sample_set.check(to_check)[0]}
+        missing: list[Entry] = []
+        for entry in lacking:
+            if entry.view.sample.key in usable and not entry.names <= ids:
+                preserved = {prompt: name for prompt, name in entry.preserved.items() if name not in ids}
+                missing.append(entry._replace(preserved=preserved))
+                ids |= entry.names
         self.requests = _Requests(missing, hashes, self.sample_set.condition_images)
 
     def all_prompts(self) -> list[PromptRequest]:
@@ -144,7 +130,7 @@ def _hash_if_readable(path: ImageFile, is_mask: bool) -> Hashed | None:
 
 
 class _Requests(Dataset[EncodeRequest]):
-    def __init__(self, items: Sequence[Missing], hashes: FileHashes, condition_images: ConditionImages) -> None:
+    def __init__(self, items: Sequence[Entry], hashes: FileHashes, condition_images: ConditionImages) -> None:
         self.items = items
         self.hashes = hashes
         self.pixels = PairDataset([one.view for one in items], condition_images)
@@ -153,9 +139,9 @@ class _Requests(Dataset[EncodeRequest]):
         return len(self.items)
 
     def __getitem__(self, index: int) -> EncodeRequest:
-        view, id, preserved, number = self.items[index]
+        view, id, number, preserved = self.items[index]
         raw = self.pixels[(index, 0)]
         content = Content.of(view.sample, self.hashes)
         if content is None or content.id(view) != id:  # else the new pixels would be cached under the old id
             raise UserError(f"{view.sample.target} or a file of its pair changed while it was encoded. Start again.")
-        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, preserved, number)
+        return EncodeRequest(raw, id, content.images(view), view.sample.prompts, tuple(preserved), number)

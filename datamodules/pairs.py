@@ -4,13 +4,12 @@ import hashlib
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from copy import copy
-from dataclasses import fields, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,33 +19,31 @@ from datamodules.base import DataModule, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch, RawBatch
 from datamodules.images.resizing import Framing, Size, View, bucket_notes, notes_on
 from datamodules.images.sample_set import SampleSet, Usable
-from datamodules.images.samples import ImageFile, RootSetting, Sample, Source
-from datamodules.images.windows import ConditionImages, load_image, load_mask
+from datamodules.images.samples import ImageFile, RootSetting
+from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
 from datamodules.prefetch import Prefetcher
 from datamodules.sampler import FIRST, Choices, SizeBatchSampler
+from datamodules.shards.reader import EncodedSample
+from datamodules.split import Split
 from foundation.errors import UserError, count_of, listing
 
 
+@dataclass(eq=False)
 class PairDataset(Dataset[RawBatch]):
     """Views decoded to batches of one, by (index of the view, number of the draw).
 
     Args:
-        choices: of captions, condition images and preserve_prompts.
+        choices: random choices of captions, condition images and preserve_prompts.
         preserve_prompts: prompts of which each sample gets one in addition to its own.
     """
 
-    def __init__(
-        self,
-        views: Sequence[View],
-        condition_images: ConditionImages,
-        choices: Choices = FIRST,
-        preserve_prompts: Sequence[str] = (),
-    ) -> None:
-        self.views = views
-        self.condition_images = condition_images
-        self.choices = choices
-        self.preserve_prompts = preserve_prompts
-        self.weighted = any(view.weight != 1 for view in views)
+    views: Sequence[View]
+    condition_images: ConditionImages
+    choices: Choices = FIRST
+    preserve_prompts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.weighted = any(view.weight != 1 for view in self.views)
 
     def __len__(self) -> int:
         return len(self.views)
@@ -110,29 +107,26 @@ class PairsDataModule(DataModule):
     """Pairs of one or several roots, to train on.
 
     Args:
-        root, source, on_missing, on_bad_image, val_root: see `SampleSet`.
-        buckets: as for `Framing`; `auto`: aspect where a batch may have several samples, else exact.
+        buckets: see `Framing`; `auto`: aspect where a batch may have several samples, else exact.
         upscale, crop, crop_count, flip: see `Framing`.
         batch_size: samples per step and process; those of a batch have one size.
-        max_tokens_per_batch: instead, the most tokens of a batch of cached latents.
+        cache_dir, shards, max_tokens_per_batch: see `CachedDataModule`; None where samples are encoded in every step.
         num_workers: processes that decode images.
         caption_dropout_rate: share of the samples that the model sees with the empty prompt.
         reference_dropout: share of the condition images that are left out of a step, each independently.
         preview_count: samples on the contact sheet.
         seed: determines the order of the samples.
+        val_root: see `SampleSet`.
         val_count: instead of val_root, how many of root's samples are held out; see `choose_held_out`.
-        settings: settings of roots that do not set their own; see `Root`.
+        settings: other settings of `SampleSet`.
 
     Attributes:
         needs_encoders: whether batches are pixels, which the training step encodes.
-        needs_empty_prompt, preserve_prompts: see `Asking`. equal_text: see `Geometry`.
-        choices: of each draw in training.
+        needs_empty_prompt, preserve_prompts: see `Model`. equal_text: see `Geometry`.
+        choices: random choices of each draw in training.
         notes: possible mistakes, one line each.
-        validation: the held-out samples, as a data module of their own; None if there are none.
-        samples: samples to train on.
-        views: their views in order; empty if only the shards of a cache are known.
-        keys, sizes: key and size of each view.
-        leading: index of each sample's first view.
+        training: the samples to train on.
+        validation: the held-out samples; None if there are none.
     """
 
     needs_encoders = True
@@ -142,8 +136,7 @@ class PairsDataModule(DataModule):
 
     def __init__(
         self,
-        root: RootSetting,
-        source: Source,
+        *,
         upscale: bool,
         buckets: str,
         crop: str,
@@ -151,31 +144,26 @@ class PairsDataModule(DataModule):
         flip: bool,
         batch_size: int,
         num_workers: int,
-        on_missing: Literal["error", "skip"],
-        on_bad_image: Literal["error", "skip"],
         caption_dropout_rate: float,
         reference_dropout: float,
         preview_count: int,
         seed: int,
         val_root: RootSetting,
         val_count: int,
+        cache_dir: str | None = None,
+        shards: str | None = None,
         max_tokens_per_batch: int | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
         if val_root is not None and val_count:
             raise UserError(f"data.val_root={val_root} and data.val_count={val_count}: choose one")
+        if cache_dir is None and (shards, max_tokens_per_batch) != (None, None):
+            raise UserError("data.shards and data.max_tokens_per_batch need cached latents. Set data.cache_dir.")
         several = batch_size > 1 or max_tokens_per_batch is not None or crop != "center"
         chosen = ("aspect" if several else "exact") if buckets == "auto" else buckets
-        self.sample_set = SampleSet(
-            root,
-            val_root,
-            source,
-            on_missing,
-            on_bad_image,
-            Framing(chosen, upscale, crop, crop_count, flip),
-            **settings,
-        )
+        framing = Framing(chosen, upscale, crop, crop_count, flip)
+        self.sample_set = SampleSet(val_root=val_root, framing=framing, **settings)
         self.roots = self.sample_set.paths
         roots = [*self.sample_set.roots, *self.sample_set.val_roots]
         if (buckets == "aspect" or crop != "center") and roots and not any(r.resolution for r in roots):
@@ -188,12 +176,8 @@ class PairsDataModule(DataModule):
         self.preview_count = preview_count
         self.seed = seed
         self.val_count = val_count
-        self.validation: PairsDataModule | None = None
-        self.samples: list[Sample] = []
-        self.views: list[View] = []
-        self.keys: Sequence[str] = []
-        self.sizes: list[Size] = []
-        self.leading: Sequence[int] = []
+        self.training = Split()
+        self.validation: Split | None = None
 
     def configure_for(self, model: Model) -> None:
         """Check and load images as this model takes them."""
@@ -225,7 +209,7 @@ class PairsDataModule(DataModule):
         usable, notes = self.sample_set.check(found.samples)
         self.notes = [*found.notes, *notes]
         self.take(usable)
-        texts = {*self.captions(), *([""] if self.choices.caption_dropout_rate else [])}
+        texts = {*self.training.captions, *([""] if self.choices.caption_dropout_rate else [])}
         several = max(len(texts), len(self.preserve_prompts)) > 1
         if self.needs_encoders and self.equal_text and self.batch_size > 1 and several:
             raise UserError(
@@ -233,11 +217,17 @@ class PairsDataModule(DataModule):
                 "which is known once they are encoded. Use data=cached, or trainer.accumulate_grad_batches."
             )
 
-    def take(self, usable: Sequence[Usable], checksum: Callable[[ImageFile], str | None] = lambda image: None) -> None:
-        """Train on these samples, except held-out ones, for which `validation` is a data module.
+    def take(
+        self,
+        usable: Sequence[Usable],
+        checksum: Callable[[ImageFile], str | None] = lambda image: None,
+        encoded: Mapping[tuple[str, tuple[Window, ...]], EncodedSample] | None = None,
+    ) -> None:
+        """Train on these samples, except held-out ones, of which only the first view is used.
 
         Args:
             checksum: see `SampleSet.held_out`.
+            encoded: each view in a cache by the sample's key and its windows; None without a cache.
 
         Raises:
             UserError: no sample is left to train on.
@@ -246,77 +236,66 @@ class PairsDataModule(DataModule):
             raise UserError(f"data.root={listing(self.roots)}: no usable pair is left")
         samples = [one.sample for one in usable]
         views = [self.sample_set.views(one) for one in usable]
-        first = [View(one[0].sample, one[0].windows) for one in views]
-        noun = _noun(view.size for view in first)
+        first = [[View(one[0].sample, one[0].windows)] for one in views]
+        noun = Split(first).noun
         roots = [self.sample_set.root(sample) for sample in samples]
         if white := [str(one.sample.mask) for one in usable if one.white_mask]:
             self.notes.append(f"{count_of(len(white), 'masks are white all over, without effect')}: {listing(white)}")
-        self.notes += notes_on(first, [one.facts for one in usable], roots, self.sample_set.framing, noun)
+        seen = [view for [view] in first]
+        self.notes += notes_on(seen, [one.facts for one in usable], roots, self.sample_set.framing, noun)
         held = self.sample_set.held_out(samples, self.val_count, noun, checksum)
-        self.validation = None
-        if held:
-            held_out = copy(self)
-            held_out.use([[first[index]] for index in sorted(held)])
-            self.validation = held_out
-        self.use([one for index, one in enumerate(views) if index not in held])
-        if all(view.weight == 0 for view in self.views):
-            raise UserError("data.root: weight=0 for all samples: there is nothing to learn")
 
-    def use(self, views: Sequence[Sequence[View]]) -> None:
-        """Train on these views of each sample."""
-        self.samples = [one[0].sample for one in views]
-        self.views = [view for one in views for view in one]
-        self.keys = [view.sample.key for view in self.views]
-        self.sizes = [view.size for view in self.views]
-        self.leading = [0, *accumulate(map(len, views))][:-1]
+        def split(chosen: list[list[View]]) -> Split:
+            known = [(view.sample.key, view.windows) for one in chosen for view in one]
+            return Split(chosen, [] if encoded is None else [encoded[one] for one in known])
+
+        self.validation = split([first[index] for index in sorted(held)]) if held else None
+        self.training = split([one for index, one in enumerate(views) if index not in held])
+        if all(view.weight == 0 for view in self.training.views):
+            raise UserError("data.root: weight=0 for all samples: there is nothing to learn")
 
     def keep_first(self) -> None:
         """Leave out all but the first view of the first sample."""
-        self.use([self.views[:1]])
+        self.training = self.training.first()
 
     def note_buckets(self) -> None:
         """Note which buckets are smaller than a batch."""
         limits, kinds = self.batch_limits(), self.batch_kinds()
-        full = {kind: limits[size] * self.run.world_size for kind, size in zip(kinds, self.sizes, strict=True)}
-        self.notes += bucket_notes(kinds, self.repeats, full, self.noun)
+        full = {kind: limits[size] * self.run.world_size for kind, size in zip(kinds, self.training.sizes, strict=True)}
+        self.notes += bucket_notes(kinds, self.training.repeats, full, self.training.noun)
 
     def batch_kinds(self) -> list[Size]:
         """Return the size of each view, with what else the views of a batch have in common."""
-        return self.sizes
+        return self.training.sizes
 
     @property
     def drawn_sizes(self) -> list[Size]:
         """Sizes as training may draw them, also without condition images where these are dropped."""
-        bare = [((images[0],), names) for images, names in self.sizes if self.choices.reference_dropout]
-        return [*self.sizes, *bare]
-
-    @property
-    def repeats(self) -> list[int]:
-        """Number of times that an epoch draws each view."""
-        return [view.repeats for view in self.views] or [1] * len(self.sizes)
+        sizes = self.training.sizes
+        return sizes + [((images[0],), names) for images, names in sizes if self.choices.reference_dropout]
 
     def batch_limits(self) -> dict[Size, int]:
         """Return the number of samples in a batch of each size."""
-        return dict.fromkeys(self.sizes, self.batch_size)
+        return dict.fromkeys(self.training.sizes, self.batch_size)
 
     def sampler(self) -> SizeBatchSampler:
         """Return the order of this process's batches from the trainer's position on."""
         trainer = self.run
         return SizeBatchSampler(
-            self.sizes,
+            self.training.sizes,
             self.batch_limits(),
             self.seed,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             # Every step accumulates the same number of batches, also at the end of an epoch.
             start=trainer.global_step * trainer.accumulate_grad_batches,
-            repeats=self.repeats,
+            repeats=self.training.repeats,
             alike=self.alike if self.choices.reference_dropout or self.equal_text else None,
         )
 
     def alike(self, index: int, draw: int) -> Hashable:
         """Return what the draws of a batch have in common besides the size: the condition images that are kept."""
-        return self.choices.references(draw, len(self.sizes[index][0]) - 1)
+        return self.choices.references(draw, len(self.training.sizes[index][0]) - 1)
 
     def train_dataloader(self) -> Prefetcher:
         return Prefetcher(self.train_batches(), self.run.strategy.root_device)
@@ -324,56 +303,45 @@ class PairsDataModule(DataModule):
     def train_batches(self) -> Iterable[RawBatch | LatentBatch]:
         """Return this process's batches, on the CPU, without end, from the trainer's position on."""
         return DataLoader(
-            dataset=PairDataset(self.views, self.sample_set.condition_images, self.choices, self.preserve_prompts),
+            dataset=PairDataset(
+                self.training.views, self.sample_set.condition_images, self.choices, self.preserve_prompts
+            ),
             batch_sampler=self.sampler(),
             collate_fn=collate_pixels,
             num_workers=self.num_workers,
             worker_init_fn=leave_signals_to_the_trainer,
         )
 
-    def one_by_one(self, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
-        """Return the first views of these samples in order, each as a batch of one.
+    def one_by_one(self, split: Split, which: slice, empty_prompt: bool) -> Iterator[RawBatch | LatentBatch]:
+        """Return the first views of some samples in order, each as a batch of one.
 
         Args:
             empty_prompt: whether latent batches include the empty prompt's conditioning.
         """
-        return self.pixels(which)
+        return self.pixels(split, which)
 
-    def pixels(self, which: slice) -> Iterator[RawBatch]:
-        """Return the first views of these samples in order as pixels, each as a batch of one; none of `data.shards`."""
-        dataset = PairDataset(self.views, self.sample_set.condition_images)
-        return (dataset[(index, 0)] for index in (self.leading[which] if self.views else ()))
-
-    @property
-    def sample_count(self) -> int:
-        """Number of samples, without held-out ones."""
-        return len(self.leading)
+    def pixels(self, split: Split, which: slice) -> Iterator[RawBatch]:
+        """Return the first views of some samples in order as pixels, each as a batch of one; none of `data.shards`."""
+        dataset = PairDataset(split.views, self.sample_set.condition_images)
+        return (dataset[(index, 0)] for index in (split.leading[which] if split.views else ()))
 
     @cached_property
     def fingerprint(self) -> list[Any]:
         """Number of training samples and a hash of their identities, to compare when a run is resumed."""
         known = hashlib.sha256()
-        for part in (*self.keys, *((view.sample.prompts, view.repeats, view.weight) for view in self.views)):
+        views = ((view.sample.prompts, view.repeats, view.weight) for view in self.training.views)
+        for part in (*self.training.keys, *views):
             known.update(f"{part}\n".encode(errors="surrogatepass"))
-        return [self.sample_count, known.hexdigest()]
-
-    def captions(self) -> Counter[str]:
-        """Return the number of samples with each caption; empty if only the shards of a cache are known."""
-        return Counter(prompt for sample in self.samples for prompt in sample.prompts)
-
-    @property
-    def noun(self) -> str:
-        """Name of the samples in messages."""
-        return _noun(self.sizes)
+        return [len(self.training), known.hexdigest()]
 
     def describe(self) -> str:
         """Return the training data in one line, for the summary."""
-        held_out = "" if self.validation is None else f", {self.validation.sample_count} held out"
-        views = "" if len(self.sizes) == self.sample_count else f" in {count_of(len(self.sizes), 'views')}"
-        counts = Counter(len(self.sizes[index][0]) - 1 for index in self.leading)
+        split, held_out = self.training, "" if self.validation is None else f", {len(self.validation)} held out"
+        views = "" if len(split.sizes) == len(split) else f" in {count_of(len(split.sizes), 'views')}"
+        counts = Counter(len(split.sizes[index][0]) - 1 for index in split.leading)
         numbers = [f"{count:,} with {images or 'no'}" for images, count in sorted(counts.items())]
         images = f" ({', '.join(numbers)} condition images)" if len(numbers) > 1 else ""
-        return f"{count_of(self.sample_count, self.noun)}{images}{views} of {self.origin}{held_out}"
+        return f"{count_of(len(split), split.noun)}{images}{views} of {self.origin}{held_out}"
 
     @property
     def origin(self) -> str:
@@ -383,15 +351,6 @@ class PairsDataModule(DataModule):
     def is_uniform(self, prompt_shapes: PromptShapes) -> bool:
         """Return whether all batches are known to have the same shapes before prompts are encoded."""
         more = [*self.preserve_prompts, *([""] if self.uses_empty_prompt else [])]
-        kinds = {(view.size, prompt) for view in self.views for prompt in (*view.sample.prompts, *more)}
+        kinds = {(view.size, prompt) for view in self.training.views for prompt in (*view.sample.prompts, *more)}
         shapes = {(size, str(prompt_shapes(prompt, list(size[0][1:])))) for size, prompt in kinds}
         return len(shapes) == 1 and not self.choices.reference_dropout
-
-    def size_counts(self) -> Counter[tuple[int, int]]:
-        """Return the number of targets of each (width, height)."""
-        return Counter(images[0] for images, _ in self.sizes)
-
-
-def _noun(sizes: Iterable[Size]) -> str:
-    edits = {len(images) > 1 for images, _ in sizes}
-    return "samples" if len(edits) > 1 else "pairs" if True in edits else "images"

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from datamodules.batch import LatentBatch, RawBatch
 
 
+@dataclass(eq=False)
 class ThreadedLoader:
     """The batches of a sampler, in its order, read ahead by threads.
 
@@ -20,10 +22,9 @@ class ThreadedLoader:
         threads: 0 reads each batch when it is needed.
     """
 
-    def __init__(self, read: Callable[[Any], LatentBatch], sampler: Iterable[Any], threads: int) -> None:
-        self.read = read
-        self.sampler = sampler
-        self.threads = threads
+    read: Callable[[Any], LatentBatch]
+    sampler: Iterable[Any]
+    threads: int
 
     def __iter__(self) -> Iterator[LatentBatch]:
         waiting: deque[Future[LatentBatch]] = deque()
@@ -40,6 +41,7 @@ class ThreadedLoader:
                     future.cancel()
 
 
+@dataclass(eq=False)
 class Prefetcher:
     """A loader's batches, on the device.
 
@@ -50,10 +52,9 @@ class Prefetcher:
         waited: seconds that the trainer has waited for the loader.
     """
 
-    def __init__(self, loader: Iterable[RawBatch | LatentBatch], device: torch.device) -> None:
-        self.loader = loader
-        self.device = device
-        self.waited = 0.0
+    loader: Iterable[RawBatch | LatentBatch]
+    device: torch.device
+    waited: float = 0.0
 
     def __iter__(self) -> Iterator[RawBatch | LatentBatch]:
         if self.device.type != "cuda":

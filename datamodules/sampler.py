@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class Choices(NamedTuple):
 FIRST = Choices()
 
 
+@dataclass(eq=False)
 class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
     """This rank's batches, without end: lists of (index of the sample, index of the draw).
 
@@ -80,25 +82,18 @@ class SizeBatchSampler(Sampler[list[tuple[int, int]]]):
         start: number of batches to skip, to resume a run.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[Hashable],
-        batch_size: Mapping[Any, int] | int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start: int = 0,
-        repeats: Sequence[int] | None = None,
-        alike: Callable[[int, int], Hashable] | None = None,
-    ) -> None:
-        self.sizes = sizes
-        self.limits = dict.fromkeys(sizes, batch_size) if isinstance(batch_size, int) else batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.start = start
-        self.repeats = repeats
-        self.alike = alike
+    sizes: Sequence[Hashable]
+    batch_size: Mapping[Any, int] | int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    start: int = 0
+    repeats: Sequence[int] | None = None
+    alike: Callable[[int, int], Hashable] | None = None
+
+    def __post_init__(self) -> None:
+        size = self.batch_size
+        self.limits = dict.fromkeys(self.sizes, size) if isinstance(size, int) else size
 
     def epoch(self, number: int) -> list[int]:
         """Return the order in which an epoch draws its samples."""

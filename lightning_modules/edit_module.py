@@ -16,6 +16,7 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from datamodules.pairs import PairsDataModule
+from foundation.internals import resume_at, trainer_of
 from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.peft_layers import remove_adapters
@@ -80,7 +81,7 @@ class EditModule(L.LightningModule, Family):
         self.strict_loading = False
 
     def _main_device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self._trainer is not None else self.device
+        return self.trainer.strategy.root_device if trainer_of(self) is not None else self.device
 
     @property
     def optimization(self) -> Optimization:
@@ -146,7 +147,7 @@ class EditModule(L.LightningModule, Family):
 
     def _load_to_train(self) -> None:
         mesh = None if self.device_mesh is None else self.device_mesh["data_parallel"]
-        run, data, passes = self._trainer, None, 0
+        run, data, passes = trainer_of(self), None, 0
         if run is not None:
             data, passes = PairsDataModule.of(run), run.max_steps * run.accumulate_grad_batches
         self.transformer = self.execution.load_to_train(mesh, data, passes)
@@ -251,11 +252,8 @@ class EditModule(L.LightningModule, Family):
         if "state_dict" in checkpoint:  # else the strategy has loaded it
             self.trained.require_same(checkpoint["state_dict"])
         # Resume at the start of an accumulation window of the current length.
-        batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counter in (progress["total"], progress["current"]):
-            counter.update(dict.fromkeys(counter, batches))
+        resume_at(checkpoint, checkpoint["global_step"] * self.trainer.accumulate_grad_batches)
         self.optimization.load(checkpoint)
-        data = PairsDataModule.of(self.trainer)
-        if (earlier := checkpoint.get(SAMPLES)) not in (None, data.fingerprint):
-            log.info(f"note: the run had {earlier[0]:,} training samples; these {data.sample_count:,} are not the same")
+        earlier, now = checkpoint.get(SAMPLES), PairsDataModule.of(self.trainer).fingerprint
+        if earlier not in (None, now):
+            log.info(f"note: the run had {earlier[0]:,} training samples; these {now[0]:,} are not the same")

@@ -86,7 +86,8 @@ class Execution:
 
     def check_data(self, data: PairsDataModule) -> None:
         """Raise a UserError for data that the adapter cannot train on; note a base that does not know such images."""
-        if self.trained_adapter is not None and self.trained_adapter.trains_text_encoders and not data.captions():
+        texts = self.trained_adapter is not None and self.trained_adapter.trains_text_encoders
+        if texts and not data.training.captions:
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
         if self.base.name == EMBEDDED and data.roots not in ([], ["drawn shapes"]):
             note_once("model=embedded knows drawings only, to see that your data works. Choose another for photographs")

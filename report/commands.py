@@ -16,9 +16,9 @@ class Names(NamedTuple):
     """Names of the weights and images in commands.
 
     Attributes:
-        arguments: of predict.py.
+        arguments: arguments of predict.py.
         weights: for diffusers: a folder of weights, or a repository on the hub.
-        model: of the model's YAML.
+        model: name of the model's YAML.
         photo: for the image to edit.
     """
 
@@ -41,7 +41,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     """Return the command of predict.py that samples the sample images again, and the code for stock diffusers, by name.
 
     Args:
-        seed: of the sample images; None without these.
+        seed: seed of the sample images; None without these.
         sample: the image that is edited.
     """
     used = module.sampler.sampling if seed is not None else None

@@ -39,7 +39,7 @@ def diagnosis(
     """Return a line about the failure that the figures of a run show, with its remedy; None if they show none.
 
     Args:
-        losses: of the steps, NaN for a skipped one.
+        losses: losses of the steps, NaN for a skipped one.
         validation: rows of validation.csv.
         best: the row of the best weights.
         monitor: the figure by which it is the best.

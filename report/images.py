@@ -171,7 +171,7 @@ def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Pa
 
     Args:
         samples: result of `sample_files`.
-        address: of a part of a file by its index, for the page.
+        address: returns the address of a part of a file by its index, for the page.
     """
     rows = []
     for name, path in {name: path for files in samples.values() for name, path in files.items()}.items():

@@ -15,6 +15,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from foundation.files import replacing
+from foundation.internals import result_of
 from report.tables import metric_names, read_metrics, read_validation, write_rows
 from runs.run_folder import RunFolder, best_effort, shorten
 
@@ -55,7 +56,7 @@ class SweepSummary(Callback):
             return
         run = RunFolder(config.hydra.runtime.output_dir)
         curve, measured, weights = read_metrics(run.metrics), read_validation(run.validation), run.saved_weights()
-        failed = job_return.status is not JobStatus.COMPLETED
+        failed, result = job_return.status is not JobStatus.COMPLETED, result_of(job_return)
         end = json.loads(run.finished.read_text(encoding="utf-8")) if run.finished.is_file() else {}
         row = {
             "job": run.path.name,
@@ -64,10 +65,10 @@ class SweepSummary(Callback):
             **({name: measured[-1][name] for name in metric_names(measured[-1])} if measured else {}),
             "monitor": end.get("monitor", ""),
             "more_is_better": end.get("more_is_better", ""),
-            "value": "" if failed or job_return._return_value is None else job_return._return_value,
+            "value": "" if failed or result is None else result,
             "seconds": curve[-1]["seconds"] if curve else "",
             "lora": "" if weights is None else str(weights),
-            "error": str(job_return._return_value) if failed else "",
+            "error": str(result) if failed else "",
         }
         with replacing(self.folder / ROWS / f"{row['job']}.json") as temporary:
             temporary.write_text(json.dumps([list(job_return.overrides or []), row]), encoding="utf-8")

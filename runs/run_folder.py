@@ -13,7 +13,7 @@ from foundation.files import read_bytes, reading, reason, remove_temporary, repl
 
 log = logging.getLogger("retouch")
 
-# Files by which a running run is told to save, sample or stop, in the folder `requests`.
+# Files that request a running run to save, sample or stop, in the folder `requests`.
 REQUESTS = ("save", "sample", "stop")
 
 

@@ -23,7 +23,7 @@ DEBOUNCE = 1.0
 
 
 class Stopped(BaseException):
-    """End of the command by a signal. It is no Exception, so that only the command itself catches it.
+    """End of the command by a signal. It is not an Exception: only the command itself catches it.
 
     Args:
         where: added to the message.
@@ -47,9 +47,9 @@ class Stop:
     Attributes:
         signal: the first signal that arrived; None before.
         busy_with: name of the piece of work in the message, such as "this batch".
-        on_signal: called first with each signal, except for duplicates.
+        on_signal: called first with each signal, without duplicates.
         file: the run's request to stop, which then counts as SIGINT; empty before.
-        requests: of `REQUESTS`, those that the callbacks fulfil at the end of the current training step.
+        requests: members of `REQUESTS` that the callbacks fulfil at the end of the current training step.
     """
 
     def __init__(self) -> None:

@@ -52,9 +52,9 @@ def draw_panels(
 def contact_sheet(data: PairsDataModule) -> Figure:
     """Draw the first data.preview_count samples as the model will see them, with caption and sizes."""
     panels = []
-    shown = slice(data.preview_count)
-    for raw, index in zip(data.pixels(shown), data.leading[shown], strict=False):
-        view = data.views[index]
+    split, shown = data.training, slice(data.preview_count)
+    for raw, index in zip(data.pixels(split, shown), split.leading[shown], strict=False):
+        view = split.views[index]
         sizes = " + ".join(f"{image.shape[-1]}x{image.shape[-2]}" for image in raw.images)
         key = raw.keys[0] if len(raw.keys[0]) <= 44 else f"...{raw.keys[0][-41:]}"
         cropped = f", {100 * view.cropped:.1f} % cropped" if view.cropped else ""
@@ -62,7 +62,7 @@ def contact_sheet(data: PairsDataModule) -> Figure:
         caption = (first or "(no caption)") + (f" (and {len(others)} more)" if others else "")
         panels.append(Panel(_strip(raw), f"{key}\n{sizes}{cropped}", caption))
     columns = min(PANELS_PER_ROW, len(panels))
-    first_line = f"{len(panels)} of {data.describe()}; {count_of(len(set(data.sizes)), 'buckets')}"
+    first_line = f"{len(panels)} of {data.describe()}; {count_of(len(set(split.sizes)), 'buckets')}"
     heading = [part for line in (first_line, *data.notes) for part in textwrap.wrap(line, 52 * columns, max_lines=3)]
     return draw_panels(panels, columns, 4.2, 2.2, heading)
 

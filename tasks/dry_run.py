@@ -51,24 +51,21 @@ from tasks.models import without_network
 
 @dataclass
 class Footprint:
-    """The estimate; in bytes where nothing else is said."""
+    """Estimate of a run, in bytes where nothing else is said; parts of memory are by name."""
 
     transformer: nn.Module  # with its adapter, without content
     flops: float  # FLOPs of a training step with one sample, the mean
     parameters: int  # count, of the transformer
     trainable: int  # count, of the adapter
     batch: Heaviest
-    weights: int  # of the transformer
-    offloaded: int  # part of these that is in host memory at any time
-    adapter: int  # its weights and gradients
-    optimizer: int  # its state
-    ema: int  # the averages of its weights
+    trained: dict[str, int]  # weights on the GPU, the adapter with its gradients, the optimizer's state, EMA
+    offloaded: int  # weights in host memory at any time
     activations: dict[str, int]  # peak of a step besides these, by gradient checkpointing policy
     encoders: dict[str, int]  # weights of the other components
+    kept: list[str]  # names of those that are needed while the transformer trains
     encode: int  # peak of the autoencoder besides its weights
-    decode: int
-    cache: int  # everything that is encoded
-    process: int  # this process's memory now
+    decode: int | None  # the same; None without sample images
+    cache: int | None  # all encoded samples; None if they are encoded in every step
 
 
 def dry_run(cfg: DictConfig, output_dir: Path) -> None:
@@ -78,7 +75,6 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
     silence_libraries()
     find_start(cfg, RunFolder(output_dir), run_settings(cfg))
     data = instantiate(cfg.data, _convert_="all")
-    caches = isinstance(data, CachedDataModule)
     if isinstance(data, CachedDataModule) and data.shards is not None:
         raise UserError("task=dry_run plans for images: set data.root, not data.shards")
     data.sample_set.scan()  # its errors come before requests to the hub
@@ -94,12 +90,10 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
     for validation in [callback for callback in callbacks if isinstance(callback, Validation)]:
         validation.setup(run, module, "fit")
     log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
-    plan = measure(module, data)
-    limits, epoch = plan.batch.limits, sum(data.repeats)
-    data.notes += bucket_notes(data.sizes, data.repeats, limits, data.noun)
-    batches = SizeBatchSampler(data.sizes, limits, data.seed, repeats=data.repeats).batches_per_epoch()
-    samples = cfg.callbacks.get("sample_images") is not None
-    other = plan.weights - plan.offloaded if cfg.model.sampling.transformer_name_or_path is not None else 0
+    plan = measure(module, data, samples=cfg.callbacks.get("sample_images") is not None)
+    limits, split, epoch = plan.batch.limits, data.training, sum(data.training.repeats)
+    data.notes += bucket_notes(split.sizes, split.repeats, limits, split.noun)
+    batches = SizeBatchSampler(split.sizes, limits, data.seed, repeats=split.repeats).batches_per_epoch()
     images = plan.batch.size[0]
     sizes = " + ".join(f"{width}x{height}" for width, height in images)
     shown = {
@@ -110,57 +104,51 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
         **learning(module, plan.transformer, [images[0]]),
         "time": _time(plan.flops, cfg.trainer.max_steps, cfg.trainer.accumulate_grad_batches * epoch / batches),
         "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
-        **_memory(plan, module, caches, samples, other),
+        **_memory(plan, module),
     }
     shown["disk"] += base_on_disk(module.base, plan.encoders)
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 
-def _memory(plan: Footprint, module: EditModule, caches: bool, samples: bool, other: int) -> dict[str, str]:
-    """Return the rows about memory and disk. Components that settings place on the CPU count as host memory.
+def phases_of(plan: Footprint, module: EditModule) -> dict[str, dict[str, int]]:
+    """Return the phases of a run, each with the parts that the GPU holds at its peak."""
+    components, offloads = module.base.components, module.base.offloads_encoders
+    on_gpu = {part: size for part, size in plan.encoders.items() if components.place(part) != torch.device("cpu")}
+    texts = {part: size for part, size in on_gpu.items() if part != "vae"}
+    vae = {"vae": on_gpu["vae"]} if "vae" in on_gpu else {}
+    kept = {} if offloads else {part: size for part, size in on_gpu.items() if part in plan.kept}
+    # The policy auto starts from the one that needs the least memory.
+    policy = "full" if module.execution.checkpointing == "auto" else module.execution.checkpointing
+    phases = {"training": {**plan.trained, "activations": plan.activations[policy], **kept}}
+    encoding = {**vae, "its activations": plan.encode} if vae else {}
+    if plan.cache is not None and module.condition_images.text_sees_them:
+        phases["encoding"] = texts | encoding
+    elif plan.cache is not None or offloads:  # prompts come first; their encoders are then released
+        loaded = plan.trained if plan.cache is None else {}
+        phases |= {"encoding prompts": loaded | texts, "encoding images": loaded | encoding}
+    if plan.decode is not None:
+        chosen = module.sampler.sampling is not None and module.sampler.sampling.transformer_name_or_path is not None
+        other = {"other transformer": plan.trained["weights"]} if chosen else {}
+        phases["sampling"] = plan.trained | kept | other | ({**vae, "its activations": plan.decode} if vae else {})
+    return {name: parts for name, parts in phases.items() if parts}
 
-    Args:
-        caches: whether the data is encoded once, before training.
-        samples: whether sample images are generated, for which the autoencoder stays loaded.
-        other: bytes of another transformer that generates them.
-    """
-    places = {part: module.base.components.place(part) for part in plan.encoders}
-    on_host = {part for part, place in places.items() if place is not None and place.type == "cpu"}
-    encoders = {part: size for part, size in plan.encoders.items() if part not in on_host}
-    texts = {part: size for part, size in encoders.items() if part != "vae"}
-    vae = encoders.get("vae", 0)
-    assistant = module.execution.training_adapter
-    trained = {
-        "weights": plan.weights - plan.offloaded + (0 if assistant is None else assistant.memory(module.base)),
-        "adapter": plan.adapter,
-        "optimizer": plan.optimizer,
-        **({"EMA": plan.ema} if plan.ema else {}),
-    }
-    # auto: the least memory that it can choose.
-    chosen = "full" if module.execution.checkpointing == "auto" else module.execution.checkpointing
-    more = "; gradient_checkpointing=auto uses more if available" if chosen != module.execution.checkpointing else ""
-    present = encoders if not caches else {"vae": vae} if samples and vae else {}  # besides the transformer
-    offloads = module.base.offloads_encoders
-    training = trained | {"activations": plan.activations[chosen]} | ({} if offloads else present)
-    encoding = texts | ({"vae": vae, "its activations": plan.encode} if vae else {})
-    # Shared prompts come first; their encoders are released before the autoencoder is loaded.
-    apart = max(sum(texts.values()), vae + plan.encode)
-    encoding_peak = sum(encoding.values()) if module.condition_images.text_sees_them or not caches else apart
-    base = sum(trained.values())
-    sampling = base + vae + plan.decode + (other if samples else 0)
-    peaks = [sum(training.values()), *([encoding_peak] if caches else []), *([sampling] if samples else [])]
-    peak = max([*peaks, *([base + apart] if offloads and not caches else [])])
-    host = {"this process": plan.process}
-    host |= {part: plan.encoders[part] for part in sorted(on_host)} | (present if offloads else {})
+
+def _memory(plan: Footprint, module: EditModule) -> dict[str, str]:
+    """Return the rows about memory and disk."""
+    phases = phases_of(plan, module)
+    peak = max(sum(parts.values()) for parts in phases.values())
+    place, offloads = module.base.components.place, module.base.offloads_encoders
+    on_host = [part for part in plan.encoders if place(part) == torch.device("cpu") or (offloads and part in plan.kept)]
+    host = {"this process": psutil.Process().memory_info().rss} | {part: plan.encoders[part] for part in on_host}
     host |= {"blocks": plan.offloaded} if plan.offloaded else {}
     listed = ", ".join(f"{policy} {decimal(size)}" for policy, size in plan.activations.items())
+    auto = module.execution.checkpointing == "auto"
+    more = "; gradient_checkpointing=auto uses more if available" if auto else ""
     return {
-        "GPU, training": _sum(training),
+        **{f"GPU, {name}": _sum(parts) for name, parts in phases.items()},
         "": f"activations by gradient checkpointing: {listed}",
-        "GPU, encoding": _sum(encoding, encoding_peak) if caches else "in every step, as above",
-        "GPU, sampling": f"{decimal(sampling)} while an image is decoded" if samples else "no sample images",
         "host": _sum(host),
-        "disk": f"cache {decimal(plan.cache)}" if caches else "no cache",
+        "disk": "no cache" if plan.cache is None else f"cache {decimal(plan.cache)}",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{more}{_against_this_machine(peak)}",
     }
 
@@ -187,13 +175,10 @@ def _time(flops: float, steps: int, samples: float) -> str:
     return f"{steps:,} steps of {samples:.3g} sample{'' if samples == 1 else 's'}: {known}"
 
 
-def _sum(parts: dict[str, int], total: int | None = None) -> str:
-    """Write `a 1 GB + b 2 GB = 3 GB`; with another total if not all parts are in memory at once."""
+def _sum(parts: dict[str, int]) -> str:
+    """Write `a 1 GB + b 2 GB = 3 GB`."""
     listed = " + ".join(f"{name} {decimal(size)}" for name, size in parts.items())
-    all_parts = sum(parts.values())
-    if total is None or total == all_parts:
-        return f"{listed} = {decimal(all_parts)}"
-    return f"{listed}, at most {decimal(total)} at once"
+    return f"{listed} = {decimal(sum(parts.values()))}"
 
 
 def _against_this_machine(peak: int) -> str:
@@ -204,8 +189,8 @@ def _against_this_machine(peak: int) -> str:
     return f". This machine's {torch.cuda.get_device_name(0)} has {decimal(memory)}: {verdict}"
 
 
-def measure(module: EditModule, data: PairsDataModule) -> Footprint:
-    """Estimate the footprint of training `module` on `data`, which has been scanned."""
+def measure(module: EditModule, data: PairsDataModule, samples: bool) -> Footprint:
+    """Estimate the footprint of training `module` on `data`, which has been scanned; whether it `samples` images."""
     base, adapter, optimizer = module.base, module.adapter, module.optimization.optimizer
     assert adapter is not None
     assert optimizer is not None
@@ -224,24 +209,31 @@ def measure(module: EditModule, data: PairsDataModule) -> Footprint:
             trained.append(models[name])
     count = sum(p.numel() for part in trained for p in trainable(part).values())
     policies = dict.fromkeys([*POLICIES, *([checkpointing] if checkpointing != "auto" else [])])
-    encode, decode = autoencoder_peaks(module, models["vae"], data.sizes)
+    encode, decode = autoencoder_peaks(module, models["vae"], data.training.sizes)
+    offloaded, assistant = offloaded_bytes(base.source), module.execution.training_adapter
+    # Weights that train count with the adapter, and so do gradients.
+    weights = 0 if adapter.trains_base else weight_bytes(base.source) - offloaded
+    trained_bytes = {
+        "weights": weights,
+        **({} if assistant is None else {"training adapter": assistant.memory(base)}),
+        "adapter": sum(tensor.nbytes for part in trained for tensor in adapter.tensors(part).values()) + count * 4,
+        "optimizer": round(count * bytes_per_parameter(optimizer)),
+        **({} if module.optimization.ema is None else {"EMA": count * 4}),
+    }
     return Footprint(
         transformer=step.transformer,
-        flops=sample_flops(module.execution, passes, checkpointing, data.sizes),
+        flops=sample_flops(module.execution, passes, checkpointing, data.training.sizes),
         parameters=sum(p.numel() for p in base.source.meta.parameters()),
         trainable=count,
         batch=heaviest,
-        weights=0 if adapter.trains_base else weight_bytes(base.source),  # weights that train count with the adapter
-        offloaded=offloaded_bytes(base.source),
-        adapter=sum(tensor.nbytes for part in trained for tensor in adapter.tensors(part).values()) + count * 4,
-        optimizer=round(count * bytes_per_parameter(optimizer)),
-        ema=0 if module.optimization.ema is None else count * 4,
-        activations={policy: step.peak(policy) - count * 4 for policy in policies},  # gradients count with the adapter
+        trained=trained_bytes,
+        offloaded=offloaded,
+        activations={policy: step.peak(policy) - count * 4 for policy in policies},
         encoders=encoders,
+        kept=[name for name in encoders if data.needs_encoders or (samples and name == "vae")],
         encode=encode,
-        decode=decode,
-        cache=_cache_bytes(module, data, heaviest.caption),
-        process=psutil.Process().memory_info().rss,
+        decode=decode if samples else None,
+        cache=None if data.needs_encoders else _cache_bytes(module, data, heaviest.caption),
     )
 
 
@@ -279,7 +271,7 @@ def offloaded_bytes(source: TransformerSource) -> int:
 def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int:
     """Return the bytes of all latents and prompt embeddings; `caption` is the longest."""
     latents, prompt = {}, {}
-    for size in set(data.sizes):
+    for size in set(data.training.sizes):
         batch = empty_latents(module, module.base, size, 1, caption)
         stds = (batch.target_std, batch.rejected_std) if module.flow.vae_encode_mode == "sample" else ()
         stored = (batch.target_mean, batch.rejected_mean, *stds, batch.mask, *batch.controls)
@@ -287,11 +279,11 @@ def _cache_bytes(module: EditModule, data: PairsDataModule, caption: str) -> int
         prompt[size] = sum(tensor.nbytes for tensor in batch.prompt.values())
     others = {prompt for prompt in data.preserve_prompts if prompt}
     if module.condition_images.text_sees_them:  # no two samples share an embedding
-        prompts = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.views)
+        prompts = sum((1 + len({*view.sample.prompts, *others})) * prompt[view.size] for view in data.training.views)
     else:
-        shared = {prompt for sample in data.samples for prompt in sample.prompts} | others | {""}
+        shared = {*data.training.captions, *others, ""}
         prompts = len(shared) * max(prompt.values())
-    return sum(latents[size] for size in data.sizes) + prompts
+    return sum(latents[size] for size in data.training.sizes) + prompts
 
 
 def autoencoder_peaks(module: EditModule, vae: nn.Module, sizes: Sequence[Size]) -> tuple[int, int]:

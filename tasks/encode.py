@@ -1,32 +1,30 @@
 """Encoding data.root into the cache, for the tasks that read it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from callbacks.lifecycle import GracefulStop, Watchdog
+from callbacks.shard_writer import ShardWriter
 from cli.placement import frozen_model
 from cli.terminal import log, silence_libraries
-from datamodules.shards.cache import FINGERPRINT
+from datamodules.cached import CachedDataModule
+from datamodules.encoding import EncodingDataModule
+from datamodules.shards.cache import FINGERPRINT, Cache
 from foundation.errors import UserError, count_of, without_credentials
+from report.images import write_figure
 from runs.run_folder import best_effort
 from runs.shares import of_all, of_first
 from runs.signals import Stopped
 
-if TYPE_CHECKING:
-    from datamodules.cached import CachedDataModule
-    from datamodules.shards.cache import Cache
 
-
-def cached_data(cfg: DictConfig) -> "CachedDataModule":
+def cached_data(cfg: DictConfig) -> CachedDataModule:
     """Return the data of a task on data.root.
 
     Raises:
         UserError: the settings name other data.
     """
-    from hydra.utils import instantiate
-
-    from datamodules.cached import CachedDataModule
-
     data = instantiate(cfg.data, _convert_="all")
     silence_libraries()
     if not isinstance(data, CachedDataModule) or data.shards is not None:
@@ -35,7 +33,7 @@ def cached_data(cfg: DictConfig) -> "CachedDataModule":
     return data
 
 
-def build_cache(cfg: DictConfig, data: "CachedDataModule") -> "Cache":
+def build_cache(cfg: DictConfig, data: CachedDataModule) -> Cache:
     """Encode the samples of data.root that the cache lacks, in all processes; return the cache.
 
     Raises:
@@ -59,14 +57,8 @@ def build_cache(cfg: DictConfig, data: "CachedDataModule") -> "Cache":
     return cache
 
 
-def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cache: "Cache") -> None:
+def _encode_missing(cfg: DictConfig, data: CachedDataModule, module: Any, cache: Cache) -> None:
     """Encode each process's share, and merge the index in the first process."""
-    from hydra.utils import instantiate
-
-    from callbacks.lifecycle import GracefulStop, Watchdog
-    from callbacks.shard_writer import ShardWriter
-    from datamodules.encoding import EncodingDataModule
-
     writer = ShardWriter(cache)
     trainer = instantiate(
         cfg.trainer,
@@ -88,7 +80,7 @@ def _encode_missing(cfg: DictConfig, data: "CachedDataModule", module: Any, cach
         _report(data, cache, sum(counts))
 
 
-def _report(data: "CachedDataModule", cache: "Cache", encoded: int) -> None:
+def _report(data: CachedDataModule, cache: Cache, encoded: int) -> None:
     if not encoded:
         return
     preview = cache.folder / "preview.png"
@@ -96,7 +88,6 @@ def _report(data: "CachedDataModule", cache: "Cache", encoded: int) -> None:
     if cache.on_disk:
         data.open(cache)
         with best_effort("preview.png"):
-            from report.images import write_figure
-            from tasks.contact_sheet import contact_sheet
+            from tasks.contact_sheet import contact_sheet  # imports matplotlib
 
             write_figure(contact_sheet(data), preview)

@@ -29,6 +29,7 @@ from cli.uploads import push_to_hub
 from datamodules.cached import CachedDataModule
 from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
+from foundation.internals import train_without_steps
 from report.commands import predict_command
 from report.images import last_strips
 from report.quoting import without_secrets
@@ -78,14 +79,13 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
     if isinstance(data, CachedDataModule) and data.shards is None:
         check_samples(module, data)
         build_cache(cfg, data)
-    first = [StartOfTraining(cfg.trainer.max_steps), Watchdog(cfg.watchdog_minutes)]
+    first = [StartOfTraining(), Watchdog(cfg.watchdog_minutes)]
     last = [RankMasks(), RaiseCheckpointing(), SaveConfig(run, settings, resolved), GracefulStop(run)]
     trainer: L.Trainer = instantiate(
         cfg.trainer, callbacks=[*first, *configured, *last], logger=loggers, default_root_dir=run.path
     )
-    # A run that was killed after its last checkpoint still lacks its last images and report. Lightning skips training
-    # without a step left, so it gets one more; StartOfTraining takes that back.
-    trainer.fit_loop.epoch_loop.max_steps = max(cfg.trainer.max_steps, start.step + 1)
+    if start.step >= trainer.max_steps:  # killed after its last checkpoint: its last images and report are missing
+        train_without_steps(trainer)
     if is_first_process() and not run.checkpoint.is_file():
         start_again(run)
     try:

@@ -26,7 +26,7 @@ def test_incomplete_pairs_are_listed_and_counted_or_skipped(refuses, folder):
     words = ["6 incomplete", "00.png has no caption", "a.png has no control image", "and 3 more"]
     refuses(root=folder, words=[*words, "data.on_missing=skip"])
     data = scanned(folder, "data.on_missing=skip")
-    assert len(data.samples) == 2
+    assert len(data.training.samples) == 2
     assert data.notes[0].startswith("skipped 6 incomplete")
 
 

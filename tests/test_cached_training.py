@@ -9,6 +9,7 @@ from PIL import Image
 
 from datamodules.pairs import PairDataset, collate_pixels
 from datamodules.shards.reader import EncodedSample, Place
+from datamodules.split import Split
 from tasks.encode import build_cache
 from tests.support.caches import short
 from tests.support.commands import compose
@@ -29,7 +30,7 @@ def test_cached_and_streamed_training_give_the_same_loss(
     data.open(data.cache(module))
     module.configure_model()
     read = data.reader(False, data.choices)
-    raw = PairDataset(data.views, data.sample_set.condition_images, data.choices)
+    raw = PairDataset(data.training.views, data.sample_set.condition_images, data.choices)
     taken, dropped = [], []
     for first in (0, 4):
         items = [(number, 100 + number) for number in range(first, first + 4)]
@@ -49,8 +50,8 @@ def test_token_budget_makes_large_images_small_batches():
     data = instantiate(compose("train", "data.root=unread", "data.max_tokens_per_batch=300").data)
     place = Place("latents-00000-000000.tar", 0, 0, 0, 0)
     large, small = ((((side, side),), ()) for side in (64, 32))
-    data.use_encoded(
-        [
+    data.training = Split(
+        encoded=[
             EncodedSample("", size, tokens, True, place, [place], place)
             for size, tokens in ((large, 90), (small, 72), (large, 96), (small, 70))
         ]

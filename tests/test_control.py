@@ -52,7 +52,7 @@ def test_requests_of_an_earlier_process_are_removed_and_other_files_are_noted_on
         (folder.requests / name).touch()
     command = [*short(tiny, pairs, folder, 4, shown=True), *SHOWN, "save_every=0", "keep_checkpoints=3"]
     text = run("train", *command, ASK % "3: [save, sample]").text
-    assert text.count(f"note: {folder.requests / 'pause'} is no request. There are save, sample, stop.") == 1
+    assert text.count(f"note: {folder.requests / 'pause'} is not a request. Use save, sample, stop.") == 1
     assert [path.name for path in folder.requests.iterdir()] == ["pause"]
     assert not [name for name in folder.files() if "requests" in name]
     assert [*folder.sampled_steps()] == [0, 2, 3, 4]

@@ -37,7 +37,7 @@ def test_cached_latents_give_the_loss_of_pictures(run, tiny, preferences, tmp_pa
     build_cache(cfg, data)
     data.open(data.cache(module))
     module.configure_model()
-    read, raw = data.reader(False), list(data.pixels(slice(8)))
+    read, raw = data.reader(False), list(data.pixels(data.training, slice(8)))
     for numbers in ([0, 4], [1, 3], [2, 6]):
         for number in numbers:
             raw[number].draws = [100 + number]

@@ -75,7 +75,7 @@ def test_cached_training_gives_the_loss_of_pixels(arguments, tmp_path, model):
     build_cache(cfg, data)
     module.configure_model()
     data.open(data.cache(module))
-    assert len(data.samples) == 6
+    assert len(data.training.samples) == 6
     raw = instantiate(compose("train", *overrides, "data.cache_dir=null").data)
     raw.configure_for(module)
     raw.scan()
@@ -83,7 +83,7 @@ def test_cached_training_gives_the_loss_of_pixels(arguments, tmp_path, model):
     items = [(i, i) for i in alike]
     batches = [[item] for item in items] if module.geometry.equal_text else [items]
     local = [data.reader(False, data.choices)(batch) for batch in batches]
-    pixels = PairDataset(raw.views, raw.sample_set.condition_images, raw.choices)
+    pixels = PairDataset(raw.training.views, raw.sample_set.condition_images, raw.choices)
     assert 0 < sum(sum(one.dropped) for one in local) < len(alike)
     with torch.no_grad():
         for batch, one in zip(batches, local, strict=True):

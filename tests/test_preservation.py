@@ -40,9 +40,9 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
     raw = instantiate(compose("train", *overrides, *PRESERVE, "data.cache_dir=null").data)
     raw.configure_for(module)
     raw.scan()
-    numbers = [number for number in range(6) if data.sizes[number] == data.sizes[0]]
+    numbers = [number for number in range(6) if data.training.sizes[number] == data.training.sizes[0]]
     items = [(number, 4 + number) for number in numbers]
-    dataset = PairDataset(raw.views, raw.sample_set.condition_images, raw.choices, raw.preserve_prompts)
+    dataset = PairDataset(raw.training.views, raw.sample_set.condition_images, raw.choices, raw.preserve_prompts)
     batch, pixels = data.reader(False, data.choices)(items), [dataset[item] for item in items]
     wanted = [PROMPTS[data.choices.preserved(draw, 3)] for _, draw in items]
     assert [prompt for one in pixels for prompt in one.preserve_prompts] == wanted
@@ -95,7 +95,7 @@ def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):
             module.geometry.token_count(replace(one, prompt=one.preserve_prompt or one.prompt)) for one in batches
         ]
         most = [max(pair) for pair in zip(counted, others, strict=True)]
-        assert [sample.tokens for sample in data.encoded] == most
+        assert [sample.tokens for sample in data.training.encoded] == most
         taken.append((counted, most, limits))
     plain, longer, empty = taken
     assert plain[0] == plain[1] == empty[1]

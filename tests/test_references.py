@@ -80,13 +80,13 @@ def test_samples_of_a_mixed_set_have_the_losses_of_sets_of_one_kind(repositories
 def test_dropped_references_are_left_out_of_cached_and_streamed_batches(repositories, kinds, tmp_path, model):
     """Each draw keeps its references whether its latents are cached or not, and has the loss of a set without them."""
     module, data = opened(repositories, model, kinds[1:], tmp_path, "data.reference_dropout=0.5")
-    pictures = PairDataset(data.views, data.sample_set.condition_images, data.choices)
+    pictures = PairDataset(data.training.views, data.sample_set.condition_images, data.choices)
     _, bare = opened(repositories, model, kinds[1:], tmp_path)
     seen = set()
     for item in ((index, draw) for index in range(4) for draw in range(12)):
         batch, raw = data.reader(False, data.choices)([item]), pictures[item]
-        kept = data.choices.references(item[1], len(data.samples[item[0]].controls))
-        seen.add((len(data.samples[item[0]].controls), kept))
+        kept = data.choices.references(item[1], len(data.training.samples[item[0]].controls))
+        seen.add((len(data.training.samples[item[0]].controls), kept))
         whole = bare.reader(False)([item])
         whole.controls = [whole.controls[place] for place in kept]
         with torch.no_grad():
@@ -144,7 +144,7 @@ def test_empty_cells_of_a_table_are_samples_without_a_reference(tmp_path, reposi
     data = instantiate(cfg.data, _convert_="all")
     data.configure_for(instantiate(cfg.model))
     data.scan()
-    assert [len(sample.controls) for sample in data.samples] == [1, 2, 0, 0, 0]
+    assert [len(sample.controls) for sample in data.training.samples] == [1, 2, 0, 0, 0]
     edits_only = compose("train", *settings(repositories, "qwen_image_edit_plus", str(table), tmp_path))
     for skips, expected in ((False, None), (True, [1, 2])):
         data = instantiate(edits_only.data, on_missing="skip" if skips else "error")
@@ -154,7 +154,7 @@ def test_empty_cells_of_a_table_are_samples_without_a_reference(tmp_path, reposi
                 data.scan()
         else:
             data.scan()
-            assert [len(sample.controls) for sample in data.samples] == expected
+            assert [len(sample.controls) for sample in data.training.samples] == expected
 
 
 def test_samples_without_any_reference_are_no_edits(refuses, kinds):
@@ -174,7 +174,7 @@ def test_root_without_controls_is_its_targets_alone(repositories, kinds, tmp_pat
     data = instantiate(cfg.data, _convert_="all")
     data.configure_for(instantiate(cfg.model))
     data.scan()
-    assert [len(sample.controls) for sample in data.samples] == [1, 1]
+    assert [len(sample.controls) for sample in data.training.samples] == [1, 1]
     assert data.validation is not None
     held_out = data.validation.samples
     assert {Path(str(sample.target)).parent.name for sample in held_out} == {"training_images"}
@@ -191,7 +191,7 @@ def test_edit_is_compared_with_the_first_reference_only(repositories, kinds, tmp
         noised = module.flow.noised(read([(0, draw)]), 1.0, module.normalize)
         assert len(noised.controls) == len(kept)
         assert (noised.edited is not None) == (0 in kept)
-        raw = PairDataset(data.views, data.sample_set.condition_images, data.choices)[0, draw]
+        raw = PairDataset(data.training.views, data.sample_set.condition_images, data.choices)[0, draw]
         assert raw.has_first == (0 in kept)
     assert len(draws) == 4
 
@@ -213,12 +213,12 @@ def test_equal_text_lengths_need_a_cache(repositories, kinds, tmp_path):
     module, data = opened(repositories, "flux_kontext", kinds, tmp_path, "data.caption_dropout_rate=0.3")
     data.equal_text = True
     lengths = (3, 5, 3, 5, 3, 5)
-    data.encoded = [
+    data.training.encoded = [
         one._replace(prompts=[one.prompts[0]._replace(text_tokens=length)])
-        for one, length in zip(data.encoded, lengths, strict=True)
+        for one, length in zip(data.training.encoded, lengths, strict=True)
     ]
     assert data.batch_kinds()[0][1] == ("3 text tokens",), "named where they fill no batch"
-    empty = data.encoded[0].empty_prompt.text_tokens
+    empty = data.training.encoded[0].empty_prompt.text_tokens
     for index in range(6):
         for draw in range(20):
             dropped = data.choices.caption(draw, 1) is None

@@ -151,7 +151,7 @@ def test_prompts_alone_are_sampled_by_text_to_image_models(run, arguments, tmp_p
     run("train", *arguments("z_image", tmp_path / "run", 1, *more, "callbacks.sample_images.count=0", shown=True))
     run("predict", f"lora={tmp_path / 'run'}", f"prompts_file={tmp_path / 'prompts.txt'}", f"output_dir={tmp_path / 'out'}")  # fmt: skip  # noqa: E501
     sampled = results(tmp_path / "run", 1)
-    assert list(sampled) == ["picture_p00", "picture_p01"]
+    assert list(sampled) == ["image_p00", "image_p01"]
     for name, picture in sampled.items():
         [path] = (tmp_path / "out").glob(f"{name}_*.png")
         assert np.array_equal(picture, pixels(path))

@@ -27,7 +27,7 @@ def test_batch_of_different_timesteps_gives_what_its_samples_give_alone(run, arg
     learn(module)
     data.configure_for(module)
     data.scan()
-    samples = list(data.pixels(slice(4)))
+    samples = list(data.pixels(data.training, slice(4)))
     for number, sample in enumerate(samples):
         sample.draws = [number]
         if module.geometry.equal_text:

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 from starlette.datastructures import FormData
 from starlette.requests import Request
@@ -28,6 +25,7 @@ from cli.folders import run_folder
 from cli.resuming import OF_A_START
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
+from foundation.internals import compose_settings
 from foundation.settings import CONF, Setting, declared, text_kind
 from report.quoting import SECRET, is_parsed, literal
 from runs.run_folder import RunFolder
@@ -51,9 +49,8 @@ def fields() -> dict[str, Setting]:
 @cache
 def composed(*choices: str, script: str = "train") -> Any:
     """Compose the settings of a command, with those of Hydra."""
-    with hydras_errors(script):  # not by hydra.compose, whose state all threads share
-        loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
-        return loader.load_configuration(script, list(choices), RunMode.RUN)
+    with hydras_errors(script):
+        return compose_settings(CONF, script, list(choices))
 
 
 def _typed(value: Any) -> str:

@@ -45,10 +45,10 @@ class Heaviest(NamedTuple):
 
 def heaviest_batch(family: Family, base: FrozenBase, data: PairsDataModule) -> Heaviest:
     """Find the heaviest batch of data that has been scanned."""
-    captions = (prompt for sample in data.samples for prompt in sample.prompts)
-    caption = max((*captions, *data.preserve_prompts), key=len, default="")
+    split = data.training
+    caption = max((*split.captions, *data.preserve_prompts), key=len, default="")
     tokens = {
-        size: family.geometry.token_count(empty_latents(family, base, size, 1, caption)) for size in set(data.sizes)
+        size: family.geometry.token_count(empty_latents(family, base, size, 1, caption)) for size in set(split.sizes)
     }
     limits = {size: samples_per_batch(data.batch_size, data.max_tokens_per_batch, n) for size, n in tokens.items()}
     size = max(tokens, key=lambda size: limits[size] * tokens[size])

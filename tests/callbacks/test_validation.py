@@ -181,10 +181,10 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tmp_pa
     data.scan()
     files = [
         {path for sample in one.samples for path in (sample.target, *sample.controls)}
-        for one in (data, data.validation)
+        for one in (data.training, data.validation)
     ]
     assert not files[0] & files[1]
-    assert (len(data.samples), len(data.validation.samples)) == (16, 4)
+    assert (len(data.training.samples), len(data.validation.samples)) == (16, 4)
 
 
 @every_model
@@ -225,7 +225,7 @@ def test_validation_loss_is_that_of_an_independent_computation(runs, tiny, pairs
     module.transformer = module.base.load_transformer()
     losses = []
     with torch.no_grad():
-        for number, raw in enumerate(source.validation.pixels(slice(2))):
+        for number, raw in enumerate(source.pixels(source.validation, slice(2))):
             batch = module.encoder(raw)
             x0, control = module.normalize(batch.target_mean), module.normalize(batch.controls[0])
             seed = int.from_bytes(hashlib.sha256(raw.keys[0].encode()).digest()[:4])

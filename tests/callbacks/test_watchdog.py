@@ -1,7 +1,5 @@
 """The detection of hanging runs; `test_peers` has a real one."""
 
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,34 +7,36 @@ import pytest
 from callbacks.lifecycle import Watchdog
 from lightning_modules.timing import LOADING, NOT_TRAINING, StageTimer
 
-SECONDS = 0.3
+# Ticks of the watchdog in the time that it allows.
+ALLOWED = 10
 
 
 @pytest.fixture
-def watched(monkeypatch):
-    """A timer that is watched; and when it was found to hang."""
-    found, watchdog, timer = threading.Event(), Watchdog(SECONDS / 60), StageTimer()
+def aborted(monkeypatch):
+    """Watch a timer for a number of ticks, with something done at each; returns the ticks at which a run is ended."""
+    watchdog, timer = Watchdog(1), StageTimer()
 
-    def end():
-        found.set()
-        watchdog._ended.set()
+    def watch(ticks, each=lambda tick: None):
+        done, ended = [], []
 
-    monkeypatch.setattr(watchdog, "_abort", end)
-    module = SimpleNamespace(base=SimpleNamespace(timer=timer))
-    thread = threading.Thread(target=watchdog._watch, args=(module, SECONDS))
-    thread.start()
-    yield timer, found
-    watchdog._ended.set()
-    thread.join()
+        def wait(seconds):
+            assert seconds * ALLOWED == 60
+            each(len(done))
+            done.append(seconds)
+            return len(done) > ticks or bool(ended)
+
+        monkeypatch.setattr(watchdog, "_ended", SimpleNamespace(wait=wait))
+        monkeypatch.setattr(watchdog, "_abort", lambda: ended.append(len(done)))
+        watchdog._watch(SimpleNamespace(base=SimpleNamespace(timer=timer)), 60)
+        return ended
+
+    return timer, watch
 
 
-def test_loading_and_progress_are_no_run_that_hangs(watched):
-    timer, found = watched
+def test_a_run_without_progress_is_ended_but_not_while_it_loads_or_proceeds(aborted):
+    timer, watch = aborted
     with timer.stage(NOT_TRAINING), timer.stage(LOADING):
-        assert not found.wait(2 * SECONDS)
+        assert watch(3 * ALLOWED) == []
     with timer.stage(NOT_TRAINING):
-        for _ in range(10):
-            time.sleep(SECONDS / 5)
-            timer.note_progress()
-        assert not found.is_set()
-        assert found.wait(20), "but a validation without progress is"
+        assert watch(3 * ALLOWED, lambda tick: tick % (ALLOWED - 1) or timer.note_progress()) == []
+        assert watch(3 * ALLOWED) == [ALLOWED + 1], "the first tick only looks"

@@ -115,7 +115,7 @@ def test_processes_of_a_prediction_write_to_one_folder_and_stop_together(start, 
     """Only the first one is told to stop."""
     two = [*PICTURES, "num_images_per_prompt=2000", "trainer.devices=2", "trainer.strategy=ddp"]
     process = start("predict", *two, "trainer.accelerator=cpu", cwd=tmp_path)
-    prompts = [f"*/picture_p{number:02d}*.png" for number in range(2)]
+    prompts = [f"*/image_p{number:02d}*.png" for number in range(2)]
     wait_until(lambda: all(any((tmp_path / "outputs").glob(prompt)) for prompt in prompts), process, 240)
     os.kill(process.pid, signal.SIGTERM)
     text, _ = process.communicate(timeout=60)

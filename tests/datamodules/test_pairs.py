@@ -57,8 +57,8 @@ def test_mixed_sizes_counts_of_controls_and_masks_never_meet_in_a_batch(tmp_path
     photograph("coffee", 64, 32).save(root / "control_images" / "01_control_1.png")
     photograph("coffee", 32, 32).save(root / "control_images" / "02_mask.png")
     data = data_module(str(root))
-    assert len(set(data.sizes)) == 4
-    dataset = list(data.pixels(slice(6)))
+    assert len(set(data.training.sizes)) == 4
+    dataset = list(data.pixels(data.training, slice(6)))
     batch = collate_pixels([dataset[0], dataset[3]])
     assert batch.target.shape == (2, 3, 32, 32)
     assert [control.shape for control in batch.controls] == [(2, 3, 32, 32)]
@@ -87,10 +87,10 @@ def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path)
         "1 pair has an alpha channel, whose transparent parts become white. data.alpha_mask=true makes the alpha "
         "of a target the mask of its loss"
     ]
-    assert [raw.mask for raw in data.pixels(slice(2))] == [None, None]
+    assert [raw.mask for raw in data.pixels(data.training, slice(2))] == [None, None]
     data = data_module(str(root), alpha_mask=True)
     assert data.notes[-1].endswith("become white")
-    first, second = data.pixels(slice(2))
+    first, second = data.pixels(data.training, slice(2))
     torch.testing.assert_close(first.mask, alpha, rtol=0, atol=0)
     assert second.mask.unique().tolist() == [1.0]
     assert (first.target[..., :16] == 1).all(), "it is laid on white all the same"
@@ -101,7 +101,8 @@ def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path)
 
 def test_batch_of_two_keeps_each_samples_own_control(pairs):
     """An earlier system gave all samples the first one's condition image."""
-    one, two = data_module(str(pairs)).pixels(slice(2))
+    data = data_module(str(pairs))
+    one, two = data.pixels(data.training, slice(2))
     batch = collate_pixels([one, two])
     assert torch.equal(batch.controls[0], torch.cat([one.controls[0], two.controls[0]]))
     assert not torch.equal(batch.controls[0][0], batch.controls[0][1])
@@ -126,7 +127,7 @@ def test_nothing_to_learn_from_says_why(tmp_path, setting, message):
     with pytest.raises(UserError, match=message.format(root=root)):
         data_module(**{"root": root, **settings})
     if "val_count" in setting:
-        assert len(data_module(root, val_count=2).samples) == 1
+        assert len(data_module(root, val_count=2).training) == 1
 
 
 def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(tmp_path):
@@ -143,7 +144,7 @@ def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(
         assert words in str(error.value)
     assert ".." not in str(error.value)
     data = data_module(str(root), on_bad_image="skip")
-    assert data.keys == ["00"]
+    assert data.training.keys == ["00"]
     (root / "control_images" / "00.png").write_text("no image")
     with pytest.raises(UserError, match="no usable pair is left"):
         data_module(str(root), on_bad_image="skip")
@@ -166,7 +167,7 @@ def test_pictures_are_held_out_by_their_places_whatever_they_are_called(tmp_path
     data = data_module(["pairs", str(root)], val_count=1)
     held = {sample.target.resolve() for sample in data.validation.samples}
     assert len(data.validation.samples) == 2
-    assert not held & {sample.target.resolve() for sample in data.samples}
+    assert not held & {sample.target.resolve() for sample in data.training.samples}
 
 
 def test_an_image_of_several_rows_is_held_out_by_its_bytes_which_are_not_read_if_known(monkeypatch, pairs):

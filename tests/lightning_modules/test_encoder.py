@@ -14,7 +14,7 @@ def test_all_captions_are_encoded_in_the_encoders_own_precision(tiny, pairs, mon
     module, data = instantiate(cfg.model, adapter=None), instantiate(cfg.data)
     data.configure_for(module)
     data.scan()
-    [raw] = data.pixels(slice(1))
+    [raw] = data.pixels(data.training, slice(1))
     mixed = {}
     encode = module.encode_prompt
 

@@ -1,12 +1,13 @@
 """Settings of the optimizer, and checkpoints with and without an average."""
 
-import copy
 from functools import partial
 
+import bitsandbytes
 import prodigyopt
 import pytest
 import schedulefree
 import torch
+from torch.utils._pytree import tree_leaves
 
 from foundation.errors import UserError
 from lightning_modules.ema import EMA
@@ -27,22 +28,24 @@ def test_average_cannot_begin_or_end_in_a_run():
         Optimization(None, None, 1, None).load({"ema": {}})
 
 
-@pytest.mark.parametrize("kind", [schedulefree.AdamWScheduleFree, prodigyopt.Prodigy, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "kind", [schedulefree.AdamWScheduleFree, prodigyopt.Prodigy, torch.optim.AdamW, bitsandbytes.optim.AdamW8bit]
+)
 def test_skipped_step_changes_nothing_of_an_optimizer(kind):
-    weights = torch.nn.Parameter(torch.ones(3))
+    weights = torch.nn.Parameter(torch.ones(4096))  # bitsandbytes keeps the state of fewer in 32 bits
     optimizer = kind([weights], lr=0.1)
     getattr(optimizer, "train", lambda: None)()  # schedule-free
     optimization = Optimization(None, None, 9, None)
 
     def step(gradient):
-        weights.grad = torch.full((3,), gradient)
+        weights.grad = torch.full((4096,), gradient)
         optimization.note(["key"], torch.tensor([gradient]))
         optimization.before_step(optimizer, 1, None, None)
         optimizer.step()
         optimization.after_step()
-        return copy.deepcopy((weights.data.tolist(), optimizer.state_dict()))
+        state = tree_leaves((weights.data, optimizer.state_dict()))
+        return [one.tolist() if isinstance(one, torch.Tensor) else one for one in state]
 
     before = [step(0.5), step(0.25)][-1]
-    after = step(float("nan"))
-    assert str(after) == str(before)
-    assert str(step(0.125)) != str(before)
+    assert step(float("nan")) == before
+    assert step(0.125) != before

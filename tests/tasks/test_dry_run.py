@@ -138,7 +138,7 @@ def planned(run, tiny, tmp_path):
     module, data = instantiate(cfg.model), instantiate(cfg.data)
     data.configure_for(module)
     data.scan()
-    return measure(module, data), module, overrides, cfg
+    return measure(module, data, samples=True), module, overrides, cfg
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_activations_are_what_a_real_step_holds(planned):
     """A real step of the same kind is counted in the same way."""
     plan, planned_module, _, cfg = planned
     assert planned_module.transformer is None
-    assert plan.weights == 4 * plan.parameters
-    assert plan.adapter == plan.optimizer == 8 * plan.trainable
+    assert plan.trained["weights"] == 4 * plan.parameters
+    assert plan.trained["adapter"] == plan.trained["optimizer"] == 8 * plan.trainable
     samples, (images, _) = plan.batch.samples, plan.batch.size
     assert (samples, images) == (2, ((128, 96), (128, 96)))
     module = instantiate(cfg.model)
@@ -172,7 +172,7 @@ def test_activations_are_what_a_real_step_holds(planned):
             velocity = module.denoise(x_t, t, [control], prompt)
             flow.flow_loss(velocity, x_t).mean().backward()
         assert known
-        peaks[checkpointing] = memory.peak - plan.adapter // 2
+        peaks[checkpointing] = memory.peak - plan.trained["adapter"] // 2
         module.transformer.zero_grad(set_to_none=True)
     assert peaks["none"] > peaks["every_2"] > peaks["attention"] > peaks["full"]
     assert peaks["none"] > 1.5 * peaks["full"]

@@ -55,16 +55,16 @@ def test_they_are_seen_as_their_targets_are(tmp_path):
     shutil.copytree(root / "training_images", root / "rejected_images", ignore=shutil.ignore_patterns("*.txt"))
     crops = ["data.crop=random_cached", "data.buckets=aspect", "data.resolution=128", "data.flip=true"]
     data = data_of(root, *crops)
-    for index, view in enumerate(data.views):
-        raw = PairDataset(data.views, data.sample_set.condition_images)[index, 0]
+    for index, view in enumerate(data.training.views):
+        raw = PairDataset(data.training.views, data.sample_set.condition_images)[index, 0]
         assert torch.equal(raw.rejected, raw.target), view.windows[0]
-    assert len({view.windows[0] for view in data.views if view.cropped}) > 2
+    assert len({view.windows[0] for view in data.training.views if view.cropped}) > 2
 
 
 def test_samples_with_and_without_them_make_batches_of_their_own(root):
     data = data_of(root)
-    assert [beside for _, beside in data.sizes] == [("rejected",), ("rejected",), ()]
-    raw = collate_pixels(list(data.pixels(slice(2))))
+    assert [beside for _, beside in data.training.sizes] == [("rejected",), ("rejected",), ()]
+    raw = collate_pixels(list(data.pixels(data.training, slice(2))))
     expected = np.stack([np.asarray(Image.open(path)) for path in sorted((root / "rejected_images").glob("*.png"))])
     assert np.array_equal(((raw.rejected + 1) * 127.5).round().permute(0, 2, 3, 1).numpy(), expected)
 

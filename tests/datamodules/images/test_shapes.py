@@ -106,13 +106,13 @@ def test_pairs_of_ones_own_replace_the_drawn_ones_and_are_not_written_to(pairs, 
     data = instantiate(compose("train", "data=shapes", f"data.root={pairs}", f"data.cache_dir={tmp_path}").data)
     data.scan()
     assert data.validation is None
-    assert all(pairs in sample.target.parents for sample in data.samples)
+    assert all(pairs in sample.target.parents for sample in data.training.samples)
     assert sorted(pairs.rglob("*")) == before
 
 
 def test_pairs_are_drawn_below_the_cache(tmp_path):
     data = instantiate(compose("train", "data=shapes", f"data.cache_dir={tmp_path}").data)
     data.scan()
-    assert len(data.samples) + len(data.validation.samples) == 40
-    assert all(tmp_path / "shapes" in sample.target.parents for sample in data.samples)
+    assert len(data.training.samples) + len(data.validation.samples) == 40
+    assert all(tmp_path / "shapes" in sample.target.parents for sample in data.training.samples)
     assert data.describe().startswith("24 pairs of drawn shapes, 16 held out")
