@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from callbacks.image_writer import log_image
 from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
-from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.adapters.gates import mask_forwards
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING

@@ -13,7 +13,7 @@ from torch import nn
 
 from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.adapters.gates import mask_forwards
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.fsdp import gather_anew
 from lightning_modules.lora_files.names import LayerNames
@@ -89,7 +89,6 @@ class SamplingTransformer:
     def check(self) -> None:
         """Raise a UserError for a transformer that cannot take the LoRA, before any weights are read."""
         adapter, base = self.module.adapter, self.module.base
-        assert adapter is not None
         setting = f"sampling.transformer_name_or_path={self.source.name}"
         if adapter.trains_base:
             raise UserError(f"{setting}: adapter=full trains no LoRA that another transformer could use")
@@ -119,7 +118,6 @@ class SamplingTransformer:
     def _load(self) -> Any:
         """Return the transformer with the LoRA, by way of its file."""
         module = self.module
-        assert module.adapter is not None
         transformer = self.source.load(module.base.device)
         with TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):  # peft draws what is then replaced
             with averaged_weights(module):

@@ -16,7 +16,7 @@ from datamodules.batch import LatentBatch
 from datamodules.edits import EditRequest
 from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.rank_mask import sampling_step
+from lightning_modules.adapters.gates import sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling, stock_pipeline
 from lightning_modules.pretrained.checks import note_once

@@ -30,7 +30,6 @@ class Names(NamedTuple):
     @classmethod
     def of_run(cls, module: EditModule, run: RunFolder, model_name: str) -> "Names":
         """Name the last weights of a run, for commands in the folder where the run was started."""
-        assert module.adapter is not None
         folder = RunFolder(portable_path(str(run)))
         weights = str(folder.weights(module.adapter.folder, "last"))
         photo = str(folder.control) if run.control.is_file() else "PHOTO.png"
@@ -61,7 +60,6 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
         # Another transformer may come with its own pipeline, and so with its own scheduler.
         whole = other is not None and index_file(resolve_repository(other)) is not None
         own = public_name(module.base.name, names.model)
-        assert module.adapter is not None
         loading = module.adapter.loading_code(names.weights, module.pipeline_name)
         base = transformer if whole else own if loading else names.weights
         base = "assets/shapes" if base == "embedded" else base

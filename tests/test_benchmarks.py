@@ -22,7 +22,7 @@ from benchmarks.fault_kinds.workshop import Reference
 from benchmarks.gpu import goals
 from benchmarks.gpu.parts import PARTS, Row, chosen
 from datamodules.shards.cache import Cache
-from lightning_modules.execution.blocks import blocks
+from lightning_modules.blocks import blocks
 from lightning_modules.pretrained.repository import shipped_configuration
 from report.tables import read_metrics
 from tests.support.commands import ROOT, run_code

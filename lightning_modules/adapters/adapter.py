@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.errors import UserError, listing
-from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.adapters.gates import RankGate
 from lightning_modules.family import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
 

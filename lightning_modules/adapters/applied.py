@@ -11,9 +11,9 @@ from typing import Any
 from foundation.errors import UserError
 from foundation.files import reading
 from lightning_modules.adapters.adapter import Adapter, trainable
+from lightning_modules.adapters.gates import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.lora import attach_magnitudes
 from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable, without_adapters
-from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.lora_files.compatibility import require_loaded
 from lightning_modules.lora_files.delta import Delta, LowRank

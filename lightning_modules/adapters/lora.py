@@ -23,7 +23,7 @@ from lightning_modules.adapters.peft_layers import (
     used_weight,
 )
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.execution.blocks import compute_dtype, without_autocast
+from lightning_modules.blocks import compute_dtype, without_autocast
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile

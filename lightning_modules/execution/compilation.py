@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HOME
 
-from lightning_modules.execution.blocks import LastBlock, blocks
+from lightning_modules.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import recomputed, recomputed_blocks
 
 log = logging.getLogger("retouch")

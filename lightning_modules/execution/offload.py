@@ -12,9 +12,6 @@ import torch.cuda._pin_memory_utils
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foundation.errors import UserError
-from lightning_modules.execution.blocks import blocks
-
 log = logging.getLogger("retouch")
 
 # Byte alignment of tensors within a piece of host memory.
@@ -28,15 +25,6 @@ def all_weights(module: nn.Module) -> list[Tensor]:
     # QuantizedLinear has `parts`; importing it would be a cycle.
     layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
     return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
-
-
-def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
-    """Return `count` evenly spread blocks, copied while others compute; raise a UserError if there are fewer."""
-    names = list(found := blocks(transformer))
-    if not isinstance(count, int) or not 0 <= count <= len(names):
-        raise UserError(f"model.offload.blocks={count}: {type(transformer).__name__} has 0 to {len(names)}")
-    chosen = [names[index * len(names) // count] for index in range(count)]
-    return {name: found[name] for name in chosen}
 
 
 def streamed_linears(block: nn.Module) -> list[nn.Linear]:

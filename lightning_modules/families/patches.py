@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import copy_to
-from lightning_modules.execution.blocks import blocks, target_tokens_only
+from lightning_modules.blocks import blocks, target_tokens_only
 
 
 def pack(latents: Tensor) -> Tensor:

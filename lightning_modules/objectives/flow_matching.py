@@ -13,9 +13,9 @@ from torch import Tensor
 from datamodules.batch import LatentBatch, copy_to
 from datamodules.images.resizing import Size, has_edits
 from foundation.errors import UserError
+from lightning_modules.denoiser import Denoiser
 from lightning_modules.flow import Noised, area_weights, flow_loss, mean_over_positions
 from lightning_modules.objectives.objective import Objective, Passes
-from lightning_modules.prepare import Denoiser
 
 log = logging.getLogger("retouch")
 

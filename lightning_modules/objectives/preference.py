@@ -9,9 +9,9 @@ from datamodules.batch import LatentBatch
 from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
 from foundation.errors import UserError, listing
+from lightning_modules.denoiser import Denoiser
 from lightning_modules.flow import Noised, area_weights, mean_over_positions, velocity_target
 from lightning_modules.objectives.objective import Objective, Passes
-from lightning_modules.prepare import Denoiser
 
 
 def _require_rejected(keys: list[str]) -> None:

@@ -6,7 +6,7 @@ from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.adapters.gates import mask_forwards
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import compose
 from tests.support.other_adapters import OTHERS

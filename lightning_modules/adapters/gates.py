@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from foundation.errors import UserError
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
-from lightning_modules.execution.blocks import with_attribute
+from lightning_modules.blocks import with_attribute
 from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 
 NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
