@@ -69,7 +69,6 @@ class RankHistogram(L.Callback):
         [((width, height), _)] = data.size_counts().most_common(1)
         tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
         schedule = module.rank_gates[0].schedule
-        assert module.sampler.sampling is not None
         steps = module.base.sampling_timesteps(tokens, module.sampler.sampling)
         samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
         shift = module.base.dynamic_shift(tokens)

@@ -77,7 +77,6 @@ class SampleImages(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, EditModule)
-        assert pl_module.sampler.sampling is not None
         self.sampling = pl_module.sampler.sampling
         self.negative_prompt = pl_module.sampling_rules.negative_prompt(self.sampling)
         if self.sampling.transformer_name_or_path is not None:

@@ -281,7 +281,6 @@ def _band_losses(module: EditModule, batch: LatentBatch, place: float) -> Tensor
 
 def _visits(module: EditModule, batch: LatentBatch) -> Tensor:
     """Return the share (BANDS,) of the steps of sampling that are in each band of t, for a batch of this size."""
-    assert module.sampler.sampling is not None
     tokens = module.geometry.target_tokens(batch)
     t = module.base.sampling_timesteps(tokens, module.sampler.sampling) / 1000
     return torch.bincount((t * BANDS).long().clamp_max(BANDS - 1), minlength=BANDS) / len(t)

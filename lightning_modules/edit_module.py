@@ -54,6 +54,7 @@ class EditModule(L.LightningModule, Family):
     """
 
     stays_loaded = False  # True: the next prediction uses the loaded weights, with LoRAs of its own
+    samples = True  # False: the transformer is not loaded
 
     def __init__(
         self,
@@ -130,7 +131,8 @@ class EditModule(L.LightningModule, Family):
         sharded = self.device_mesh is not None
         self.base.check()
         self.execution.check(sharded)
-        self.sampler.check()
+        if self.samples:
+            self.sampler.check()
         if self.execution.trains:
             self.optimization.check_optimizer()
             training = Training(self.optimization.optimizer, sharded, self.condition_images.text_sees_them)
@@ -145,7 +147,7 @@ class EditModule(L.LightningModule, Family):
         with torch.device("cpu"):
             if self.execution.trains:
                 self._load_to_train()
-            elif self.sampler.sampling is not None:
+            elif self.samples:
                 self.transformer = self.transformer or self.base.load_transformer()
                 remove_adapters(self.transformer)
                 chosen = self.sampler.sampling.transformer_name_or_path is not None

@@ -84,7 +84,7 @@ class Optimization:
     """The update of the trainable parameters.
 
     Args:
-        optimizer: called with the trainable parameters; None in prediction.
+        optimizer: called with the trainable parameters.
         scheduler: called with the optimizer; counts optimizer steps.
         max_nonfinite_steps: consecutive steps with a gradient that is not finite at which the run stops.
         ema: the average of the weights; a half_life of None, or None: no average.
@@ -95,12 +95,12 @@ class Optimization:
         nonfinite: the skipped steps.
     """
 
-    optimizer: Callable[..., torch.optim.Optimizer] | None
+    optimizer: Callable[..., torch.optim.Optimizer]
     scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
     max_nonfinite_steps: int
     ema: EMA | None
     began_after: int = -1
-    grad_norm: Tensor | None = None
+    grad_norm: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
         self.nonfinite = NonfiniteSteps(self.max_nonfinite_steps)
@@ -110,7 +110,7 @@ class Optimization:
     def describe(self) -> str:
         """Return the optimizer, its learning rate and the schedule in one line."""
         lr = getattr(self.optimizer, "keywords", {}).get("lr")
-        name = getattr(getattr(self.optimizer, "func", self.optimizer), "__name__", "no optimizer")
+        name = getattr(self.optimizer, "func", self.optimizer).__name__
         return f"{name}{'' if lr is None else f', lr {lr:g}'}, schedule {self.schedule}"
 
     @property
@@ -123,8 +123,6 @@ class Optimization:
 
     def check_optimizer(self) -> None:
         """Raise a UserError for settings that the optimizer refuses, and for an EMA of weights that it averages."""
-        if self.optimizer is None:
-            return
         made = self._make([nn.Parameter(torch.ones(1, 1))])
         if self.ema is not None and hasattr(made, "eval"):
             raise UserError(
@@ -160,7 +158,6 @@ class Optimization:
         }
 
     def _make(self, parameters: list[Any]) -> Any:
-        assert self.optimizer is not None
         try:
             return self.optimizer(parameters)
         except (TypeError, ValueError) as error:
@@ -195,7 +192,6 @@ class Optimization:
             group.update(before)
         self.nonfinite.skipped = []
         if self.ema is not None:
-            assert self.grad_norm is not None
             self.ema.after_step(torch.isfinite(self.grad_norm))
 
     def save(self, checkpoint: dict[str, Any]) -> None:

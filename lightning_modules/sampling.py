@@ -34,14 +34,14 @@ class Sampler:
 
     Args:
         loras: applied to it, in prediction.
-        sampling: settings in training and in prediction; None if nothing is sampled.
+        sampling: settings in training and in prediction.
     """
 
     family: Family
     base: FrozenBase
     encoder: Encoder
     loras: AppliedLoRAs
-    sampling: Sampling | None
+    sampling: Sampling
     transformer: Any = None
     _scheduler: Any = None
     _source: TransformerSource | None = None
@@ -51,16 +51,14 @@ class Sampler:
     def check(self) -> None:
         """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would ignore."""
         self.loras.check_files(self.base)
-        if self.sampling is not None:
-            self.family.sampling_rules.check_sampling(self.sampling, self.family.pipeline_name)
-            if self.sampling.transformer_name_or_path in (None, self.base.transformer_name):
-                self.check_source(self.base.source)
+        self.family.sampling_rules.check_sampling(self.sampling, self.family.pipeline_name)
+        if self.sampling.transformer_name_or_path in (None, self.base.transformer_name):
+            self.check_source(self.base.source)
 
     def check_source(self, source: TransformerSource) -> None:
         """Raise a UserError for a shift that the transformer's scheduler does not support; note unused settings."""
         import diffusers
 
-        assert self.sampling is not None
         index = self.base.index | source.pipeline_index()
         name = index["scheduler"][1]
         known = inspect.signature(getattr(diffusers, name, object).__init__).parameters
@@ -123,7 +121,6 @@ class Sampler:
         self, request: EditRequest, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield the request's images, each (1, C, H, W) about [-1, 1], with its record."""
-        assert self.sampling is not None
         seconds = self.base.timer.seconds
         seconds["encode_image"] = 0.0
         latents = self.encoder(request.raw, self.family.sampling_rules.negative_prompt(self.sampling))
@@ -154,7 +151,6 @@ class Sampler:
             seconds: by stage.
         """
         sampling = self.sampling
-        assert sampling is not None
         prompt, images = request.raw.prompts[row], request.raw.prompt_images[row]
         marks = [f"img{number:02d}", f"steps{sampling.num_inference_steps}"]
         marks += [] if sampling.guidance_scale is None else [f"g{sampling.guidance_scale:g}"]

@@ -59,6 +59,6 @@ class ModelSettings:
     vae_encode_mode: str
     seed: int
     recipe: Mapping[str, Any]
-    sampling: Sampling | None = None
+    sampling: Sampling
     max_sequence_length: int = 0
     training_guidance_scale: float = 1.0

@@ -208,7 +208,6 @@ def _against_this_machine(peak: int) -> str:
 def measure(module: EditModule, data: PairsDataModule) -> Footprint:
     """Estimate the footprint of training `module` on `data`, which has been scanned."""
     base, adapter, optimizer = module.base, module.adapter, module.optimization.optimizer
-    assert optimizer is not None
     passes, checkpointing = module.objective.passes(0), module.execution.checkpointing
     parts = {name: meta_component(base.components.repository, name, base.revision) for name in base.encoder_names}
     models = {name: part for name, part in parts.items() if part is not None}

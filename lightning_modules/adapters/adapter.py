@@ -19,12 +19,12 @@ class Training(NamedTuple):
     """The setup that an adapter is trained with.
 
     Attributes:
-        optimizer: called with the trainable parameters; None if unknown.
+        optimizer: called with the trainable parameters.
         sharded: whether the transformer is split over several GPUs.
         text_sees_images: whether the text encoders see the condition images.
     """
 
-    optimizer: Callable[..., torch.optim.Optimizer] | None
+    optimizer: Callable[..., torch.optim.Optimizer]
     sharded: bool
     text_sees_images: bool
 

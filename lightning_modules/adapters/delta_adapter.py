@@ -61,7 +61,7 @@ class DeltaAdapter(Adapter):
         targets = self.resolve_targets(transformer, base.family_class.layers)
         self.check_targets({name: transformer.get_submodule(name) for name in targets})
         require_matches("adapter.lr_pattern", self.lr_pattern, targets)
-        if training.optimizer is not None and self.has_own_rates:
+        if self.has_own_rates:
             require_own_rates(training.optimizer)
 
     def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
@@ -69,19 +69,28 @@ class DeltaAdapter(Adapter):
         transformer.requires_grad_(False)
         if self.target_modules is None:
             self.target_modules = list(layers.targets)
+        targets = self.resolve_targets(transformer, layers)
         with torch.device("cpu"):
-            self.put(transformer, self.resolve_targets(transformer, layers))
+            self.put(transformer, targets)
         transformer.train()
         if self.init_from is not None:
-            self.load(transformer, LayerNames(transformer, layers.native))
+            file, names = LoRAFile(self.init_from), LayerNames(transformer, layers.native)
+            self.check_start(file)
+            deltas = file.read(names, type(transformer).__name__)
+            if different := [name for name in names.shapes if (name in deltas) != (name in targets)]:
+                raise UserError(
+                    f"adapter.init_from={file.path} adapts other layers than adapter.target_modules: "
+                    f"{listing(different)}"
+                )
+            self.load(transformer, file, deltas)
 
     @abstractmethod
     def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
         """Add initial deltas to layers, in float32."""
 
     @abstractmethod
-    def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        """Copy init_from's weights into the deltas, rescaled if their scale differs."""
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
+        """Copy the deltas of init_from's file into the trained ones, rescaled if their scale differs."""
 
     @abstractmethod
     def deltas(self, transformer: nn.Module) -> Mapping[str, Delta]:
@@ -99,19 +108,6 @@ class DeltaAdapter(Adapter):
     def resolve_targets(self, transformer: nn.Module, layers: Layers) -> list[str]:
         """Return the names of the layers to adapt; raises UserError if a setting matches no linear layer."""
         return resolve_targets(transformer, layers, self.target_modules)
-
-    def read_start(self, adapted: Mapping[str, Any], names: LayerNames, transformer: str) -> dict[str, Delta]:
-        """Read the deltas of init_from; raises UserError if it adapts other layers than `adapted`."""
-        assert self.init_from is not None
-        file = LoRAFile(self.init_from)
-        self.check_start(file)
-        deltas = file.read(names, transformer)
-        if deltas.keys() != adapted.keys():
-            different = [name for name in names.shapes if (name in deltas) != (name in adapted)]
-            raise UserError(
-                f"adapter.init_from={file.path} adapts other layers than adapter.target_modules: {listing(different)}"
-            )
-        return deltas
 
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in part.state_dict().items() if f".{ADAPTER}." in name}

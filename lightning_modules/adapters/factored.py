@@ -15,7 +15,7 @@ from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import ADAPTER, full_tensor, layer_of
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_entries
-from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
 
 
 class DeltaParameters(nn.Module):
@@ -135,10 +135,8 @@ class Factored(DeltaAdapter):
         add_deltas(transformer, ADAPTER, deltas, self.scale)
 
     @torch.no_grad()
-    def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        layers = delta_layers(transformer, ADAPTER)
-        deltas = self.read_start(layers, names, type(transformer).__name__)
-        for name, layer in layers.items():
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
+        for name, layer in delta_layers(transformer, ADAPTER).items():
             parameters, delta = dict(layer.parameters_of(ADAPTER).named_parameters()), deltas[name]
             shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, delta.tensors())]
             if isinstance(delta, LowRank) or delta.unwritable or shapes[0] != shapes[1]:

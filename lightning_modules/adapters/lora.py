@@ -24,8 +24,7 @@ from lightning_modules.adapters.peft_layers import (
 )
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.blocks import compute_dtype, without_autocast
-from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.quantization.linear import QuantizedLinear
 
@@ -97,11 +96,9 @@ class LoRA(DeltaAdapter):
         """Replace peft's initial layers; LoRA keeps them."""
 
     @torch.no_grad()
-    def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        assert self.init_from is not None
-        layers, trained = lora_layers(transformer, ADAPTER), Ranks.of_file(LoRAFile(self.init_from))
-        deltas = self.read_start(layers, names, type(transformer).__name__)
-        for name, layer in layers.items():
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
+        trained = Ranks.of_file(file)
+        for name, layer in lora_layers(transformer, ADAPTER).items():
             delta, rank, own = deltas[name], self.ranks.rank_of(name), layer.scaling[ADAPTER]
             assert isinstance(delta, LowRank)
             if delta.rank != rank * self.width:

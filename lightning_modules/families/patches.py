@@ -56,6 +56,8 @@ class LatentPipeline:
     """Mixin of diffusers pipelines: from latents to latents, whatever devices the components are on."""
 
     controls: list[Tensor]
+    transformer: Any
+    vae_scale_factor: int
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
         """Sample images of `size` (width, height), as latents (B, C, h, w).
@@ -68,11 +70,11 @@ class LatentPipeline:
         self.controls = controls
         pipeline: Any = self
         made = pipeline(height=height, width=width, output_type="latent", **arguments).images
-        return unpack(self.last_tokens(made), height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor)
+        return self.unpacked(made, height // self.vae_scale_factor, width // self.vae_scale_factor)
 
-    def last_tokens(self, made: Tensor) -> Tensor:
-        """Return the tokens of the last step (B, N, 4C), from the pipeline's result."""
-        return made
+    def unpacked(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        """Return the pipeline's result as latents (B, C, height, width)."""
+        return unpack(tokens, height, width)
 
     def packed_controls(self) -> Tensor:
         """Return the controls' tokens (B, N, 4C)."""
@@ -81,5 +83,4 @@ class LatentPipeline:
     @property
     def _execution_device(self) -> torch.device:
         # The stock pipeline returns the device of its first component; ours may be on several.
-        pipeline: Any = self
-        return pipeline.transformer.device
+        return self.transformer.device
