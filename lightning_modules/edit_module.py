@@ -16,7 +16,7 @@ from datamodules.batch import LatentBatch, RawBatch
 from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from datamodules.pairs import PairsDataModule
-from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
+from lightning_modules.adapters.adapter import Adapter, TrainedParts
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.gates import RankGate
 from lightning_modules.adapters.peft_layers import remove_adapters
@@ -134,9 +134,8 @@ class EditModule(L.LightningModule, Family):
         if self.samples:
             self.sampler.check()
         if self.execution.trains:
-            self.optimization.check_optimizer()
-            training = Training(self.optimization.optimizer, sharded, self.condition_images.text_sees_them)
-            self.adapter.check(self.base, training)
+            self.optimization.check_optimizer(self.adapter.has_own_rates)
+            self.adapter.check(self.base, sharded, self.condition_images.text_sees_them)
             self.objective.check_model(self, self.adapter)
 
     def configure_model(self) -> None:

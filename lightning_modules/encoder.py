@@ -26,7 +26,7 @@ class Encoder:
     """The frozen encoders of a base, and its decoder.
 
     Args:
-        vae_encode_mode: of `FlowMatching`; a cache contains the standard deviation for `sample` only.
+        vae_encode_mode: as in `FlowMatching`; a cache contains the standard deviation for `sample` only.
 
     Attributes:
         trains_text_encoders: whether text encoders train, so that they encode in every step.
@@ -165,7 +165,7 @@ class PromptCache:
         """Return the conditioning of a batch, each tensor (B, ...), on `device`; masks on the CPU.
 
         Args:
-            images: of each prompt.
+            images: the images that each prompt's encoder sees.
         """
         encoded = []
         for prompt, seen in zip(prompts, images, strict=True):

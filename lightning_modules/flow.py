@@ -59,7 +59,7 @@ def dynamic_shift(tokens: int, config: Mapping[str, Any]) -> float:
     """Return the pipelines' resolution-dependent shift: exp(mu), mu linear in the target's token count.
 
     Args:
-        config: of a scheduler; as in the pipelines, missing numbers are FLUX.1's.
+        config: a scheduler's settings; as in the pipelines, missing numbers are FLUX.1's.
     """
     base_tokens, most_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
@@ -125,7 +125,7 @@ def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLa
 
     Args:
         draws: the numbers of their draws.
-        shape: of one sample's latent, (C, h, w).
+        shape: (C, h, w), the shape of one sample's latent.
     """
 
     def one(generator: torch.Generator) -> Noise:
@@ -170,11 +170,7 @@ class Noised(NamedTuple):
     @property
     def x_t(self) -> Tensor:
         """The noised target (B, C, h, w)."""
-        return self.x_t_of(self.x0)
-
-    def x_t_of(self, x0: Tensor) -> Tensor:
-        """Noise another target."""
-        return interpolate(x0, self.eps, self.t)
+        return interpolate(self.x0, self.eps, self.t)
 
     @property
     def velocity(self) -> Tensor:

@@ -91,7 +91,7 @@ class Optimization:
 
     Attributes:
         began_after: the step after which the run began; -1 before its first step.
-        grad_norm: of the latest step, before clipping; on the device.
+        grad_norm: norm of the latest step's gradient before clipping, on the device.
         nonfinite: the skipped steps.
     """
 
@@ -121,9 +121,19 @@ class Optimization:
         name, warmup = keywords.get("name", name).removesuffix("_with_warmup"), keywords.get("num_warmup_steps")
         return name + (f" after {warmup} warm-up steps" if warmup else "")
 
-    def check_optimizer(self) -> None:
-        """Raise a UserError for settings that the optimizer refuses, and for an EMA of weights that it averages."""
+    def check_optimizer(self, own_rates: bool = False) -> None:
+        """Raise a UserError for settings that the optimizer refuses, and for an EMA of weights that it averages.
+
+        Args:
+            own_rates: whether parameters have different learning rates.
+        """
         made = self._make([nn.Parameter(torch.ones(1, 1))])
+        group = made.param_groups[0]
+        if own_rates and (group["lr"] is None or "d" in group):
+            raise UserError(
+                f"adapter.lr_pattern, adapter.lora_plus_ratio: {type(made).__name__} finds one learning rate for all "
+                "parameters. Choose another optimizer."
+            )
         if self.ema is not None and hasattr(made, "eval"):
             raise UserError(
                 f"ema.half_life={self.ema.half_life:g}: {type(made).__name__} averages its weights already. Leave "
@@ -176,7 +186,7 @@ class Optimization:
 
         Args:
             step: its number, from 1.
-            clip_val, clip_algorithm: of Lightning's gradient clipping: `norm` (or None), or `value`.
+            clip_val, clip_algorithm: arguments of Lightning's gradient clipping: `norm` (or None), or `value`.
         """
         self.began_after = step - 1 if self.began_after < 0 else self.began_after
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -78,7 +78,7 @@ class Sampler:
         """Sample with this transformer; None releases the present one.
 
         Args:
-            source: of a transformer chosen for sampling; if it is a whole pipeline, its scheduler is used.
+            source: repository of a transformer chosen for sampling; if it is a whole pipeline, its scheduler is used.
         """
         self.transformer, self._source, self._pipeline = transformer, source, None
 

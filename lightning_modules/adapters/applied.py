@@ -29,11 +29,11 @@ class AppliedLoRAs:
 
     Args:
         files: their weights.
-        scales: of layers, by patterns of diffusers' layer names: the last match counts, else 1.
+        scales: factors of layers by patterns of diffusers' layer names; the last match counts, else 1.
         weights: strength of each file, which the other scales multiply; None for 1.
 
     Attributes:
-        rank_gates: of the T-LoRAs, once they are loaded.
+        rank_gates: gates of the T-LoRAs, once they are loaded.
     """
 
     def __init__(

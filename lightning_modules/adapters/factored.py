@@ -1,8 +1,7 @@
 """LoKr, LoHa and OFT: deltas that are not low-rank products, in layers of our own, trained in float32."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -104,15 +103,6 @@ def add_deltas(transformer: nn.Module, name: str, deltas: Mapping[str, Delta], s
         layer._active_adapter = [*layer._active_adapter, name]
 
 
-def delta_layers(transformer: nn.Module, adapter_name: str) -> dict[str, DeltaLinear]:
-    """Return the layers that have an adapter's deltas, by name."""
-    return {
-        layer_of(name): module
-        for name, module in transformer.named_modules()
-        if isinstance(module, DeltaLinear) and adapter_name in module.updates
-    }
-
-
 class Factored(DeltaAdapter):
     """An adapter with deltas of another kind than LoRA, in layers of our own.
 
@@ -136,7 +126,7 @@ class Factored(DeltaAdapter):
 
     @torch.no_grad()
     def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
-        for name, layer in delta_layers(transformer, ADAPTER).items():
+        for name, layer in self.layers(transformer).items():
             parameters, delta = dict(layer.parameters_of(ADAPTER).named_parameters()), deltas[name]
             shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, delta.tensors())]
             if isinstance(delta, LowRank) or delta.unwritable or shapes[0] != shapes[1]:
@@ -147,26 +137,19 @@ class Factored(DeltaAdapter):
             for key, tensor in delta.scaled(1 / self.scale).tensors().items():
                 parameters[key].copy_(tensor)
 
-    @contextmanager
-    def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Temporarily cast the weights as a loader does, with the scale in them as in the file."""
-        layers = delta_layers(part, ADAPTER).values()
-        deltas = [layer.parameters_of(ADAPTER).whole().scaled(self.scale).to(dtype) for layer in layers]
-        with super().in_dtype(part, dtype):
-            for layer, delta in zip(layers, deltas, strict=True):
-                layer.parameters_of(ADAPTER).use(delta)
-                layer.scaling[ADAPTER] = 1.0
-            try:
-                yield
-            finally:
-                for layer in layers:
-                    layer.scaling[ADAPTER] = self.scale
-
-    def deltas(self, transformer: nn.Module) -> dict[str, Delta]:
+    def layers(self, transformer: nn.Module) -> Mapping[str, DeltaLinear]:
         return {
-            name: layer.parameters_of(ADAPTER).whole().to(torch.float32, "cpu", copy=True).scaled(self.scale)
-            for name, layer in delta_layers(transformer, ADAPTER).items()
+            layer_of(name): module
+            for name, module in transformer.named_modules()
+            if isinstance(module, DeltaLinear) and ADAPTER in module.updates
         }
+
+    def delta(self, layer: DeltaLinear) -> Delta:
+        return layer.parameters_of(ADAPTER).whole()
+
+    def use(self, layer: DeltaLinear, delta: Delta | None) -> None:
+        if delta is not None:
+            layer.parameters_of(ADAPTER).use(delta)
 
     def metadata(self) -> dict[str, Any]:
         return {"kind": self.kind, **super().metadata()}
@@ -179,11 +162,11 @@ class LoKr(Factored):
     whole and zero, as in LyCORIS.
 
     Args:
-        rank: of w2; from half of w2's larger dimension on, w2 is whole.
+        rank: rank of w2; from half of w2's larger dimension on, w2 is whole.
         alpha: the delta is scaled by alpha / rank, unless full_matrix is set; None: rank.
         decompose_factor: dimensions of w1, as close as divisors of a layer's own allow; -1: the most even division.
         full_matrix: whether both are whole, whatever the rank.
-        settings: of `DeltaAdapter`.
+        settings: arguments of `DeltaAdapter`.
     """
 
     kind = "LoKr"
@@ -240,9 +223,9 @@ class LoHa(Factored):
     Initialized like LyCORIS: standard deviations of 0.1 and 1 in the first product, zero and 1 in the second.
 
     Args:
-        rank: of both products.
+        rank: rank of both products.
         alpha: the delta is scaled by alpha / rank; None: rank.
-        settings: of `DeltaAdapter`.
+        settings: arguments of `DeltaAdapter`.
     """
 
     kind = "LoHa"
@@ -270,7 +253,7 @@ class OFT(Factored):
 
     Args:
         block_size: inputs per block; it divides the inputs of each layer.
-        settings: of `DeltaAdapter`.
+        settings: arguments of `DeltaAdapter`.
     """
 
     kind = "OFT"

@@ -183,7 +183,7 @@ def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | No
     """Make a T-LoRA that was loaded into a diffusers pipeline follow its rank schedule.
 
     Args:
-        pipeline: of a model that Retouch trains, after `load_lora_weights`.
+        pipeline: a pipeline of a model that Retouch trains, after `load_lora_weights`.
         lora: the loaded weights: a run's folder, a weights folder or a file.
         adapter_name: as passed to `load_lora_weights`; None if only one adapter is loaded.
     """

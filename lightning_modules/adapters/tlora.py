@@ -23,8 +23,8 @@ class TLoRA(LoRA):
     """A LoRA whose rank follows the timestep.
 
     Args:
-        min_rank, alpha_rank_scale, rank_schedule: of `RankSchedule`.
-        lora: of `LoRA`.
+        min_rank, alpha_rank_scale, rank_schedule: arguments of `RankSchedule`.
+        lora: arguments of `LoRA`.
     """
 
     rank_gate: RankGate

@@ -85,7 +85,7 @@ class _Compiled:
     """A compiled forward; where compiling fails (no Triton, no C compiler, an old card), the eager one, with one note.
 
     Args:
-        forward: of a block, or a compiled one to compile in another way.
+        forward: a block's forward, or a compiled one to compile in another way.
         policy: what its graph recomputes.
     """
 

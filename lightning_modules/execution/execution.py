@@ -68,20 +68,22 @@ class Execution:
         Args:
             sharded: whether the transformer is split over several GPUs.
         """
-        recomputes = self.checkpointing in ("full", "auto")
         check_attention_backend(self.attention_backend, self.trains)
-        if self.trains and sharded and self.offload["blocks"]:
+        if not self.trains:
+            return
+        recomputes = self.checkpointing in ("full", "auto")
+        if sharded and self.offload["blocks"]:
             raise UserError("model.offload.blocks: trainer=fsdp splits the blocks instead. Leave one of the two out.")
-        if self.trains and sharded and self.offload["activations"] and not recomputes:
+        if sharded and self.offload["activations"] and not recomputes:
             raise UserError(
                 "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full, else the weights "
                 "gathered for a step would be offloaded as well"
             )
-        if self.trains and self.offload["blocks"] and not recomputes:
+        if self.offload["blocks"] and not recomputes:
             raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
         if self.training_adapter is not None:
             self.training_adapter.check(self.base, self.adapter)
-        elif self.trains:
+        else:
             self.base.note_distilled()
 
     def check_data(self, data: PairsDataModule) -> None:
@@ -95,7 +97,7 @@ class Execution:
         """Load the transformer with its adapter, ready to train.
 
         Args:
-            mesh: of the GPUs that it is split over; None if each process has the whole transformer.
+            mesh: the GPUs that it is split over; None if each process has the whole transformer.
             data: to compile for; None if unknown.
             passes: forward and backward passes of the run.
         """
@@ -149,7 +151,10 @@ class Execution:
         Raises:
             UserError: this machine or these weights do not support it.
         """
-        self.stream_blocks(transformer)
+        if self.offload["blocks"]:  # they move to the device when they compute, everything else now
+            blocks = streamed_blocks(transformer, self.offload["blocks"])
+            BlockStream(list(blocks.values()), self.base.device)
+            transformer.to(self.base.device)
         # Positions are plain attributes of diffusers' modules, which .to() does not move: each forward would copy them,
         # and wait for the GPU.
         for module in transformer.modules():
@@ -158,13 +163,6 @@ class Execution:
         set_attention_backend(transformer, self.attention_backend, self.base.device)
         if not self.trains and compiles(self.compile, self.base.device, passes=0):
             compile_blocks(transformer, None)
-
-    def stream_blocks(self, transformer: Any) -> None:
-        """Make the offloaded blocks move to the device when they compute; adapters must be in place."""
-        if self.offload["blocks"]:
-            blocks = streamed_blocks(transformer, self.offload["blocks"])
-            BlockStream(list(blocks.values()), self.base.device)
-            transformer.to(self.base.device)  # everything else
 
     @property
     def rank_gates(self) -> list[RankGate]:

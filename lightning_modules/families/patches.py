@@ -42,7 +42,7 @@ def predict_target(transformer: Any, images: Sequence[Tensor], text_tokens: int 
 
     Args:
         text_tokens: text tokens before the images' in the last block's `hidden_states`.
-        arguments: of the transformer, besides the images' tokens.
+        arguments: arguments of the transformer besides the images' tokens.
     """
     *_, last_block = blocks(transformer).values()
     tokens = [pack(image) for image in images]
@@ -64,7 +64,7 @@ class LatentPipeline:
 
         Args:
             controls: normalized latents (B, C, ...), any number, each of its own size.
-            arguments: of the stock pipeline.
+            arguments: arguments of the stock pipeline.
         """
         width, height = size
         self.controls = controls

@@ -14,7 +14,7 @@ from datamodules.batch import LatentBatch, copy_to
 from datamodules.images.resizing import Size, has_edits
 from foundation.errors import UserError
 from lightning_modules.denoiser import Denoiser
-from lightning_modules.flow import Noised, area_weights, flow_loss, mean_over_positions
+from lightning_modules.flow import Noised, area_weights, flow_loss, interpolate, mean_over_positions
 from lightning_modules.objectives.objective import Objective, Passes
 
 log = logging.getLogger("retouch")
@@ -99,7 +99,7 @@ class Preservation:
         outside: weight of the distance outside of the mask; without a mask, outside of the edited region. It is the
             mean over all positions, so that an edit of the whole image preserves nothing.
         prompts: further prompts, for which the model should behave as its base; "" is the empty prompt.
-        weight: of the distance for these prompts.
+        weight: weight of the distance for these prompts.
         every: optimizer steps from one use of `prompts` to the next.
     """
 
@@ -132,7 +132,7 @@ class Preservation:
         x0 = noised.x0
         if noised.edited is not None and noised.edited.shape == x0.shape:
             x0 = noised.edited
-        inputs = noised.x_t_of(x0), noised.t, noised.controls, batch.preserve_prompt
+        inputs = interpolate(x0, noised.eps, noised.t), noised.t, noised.controls, batch.preserve_prompt
         base = model.base(*inputs)
         return self.weight * flow_loss(model(*inputs), base)
 
@@ -148,7 +148,7 @@ class FlowMatchingObjective(Objective):
         mask: `outside`, the weight outside of a sample's mask; inside it is 1.
         edit_weight: `floor`, the weight where the edit changes nothing; the most changed position has weight 1, so that
             a small edit of a large image is not drowned. 1: no weights.
-        weighting: of t, a name in `WEIGHTINGS`.
+        weighting: weight of a sample by t, a name in `WEIGHTINGS`.
         contrastive_guidance: the scale s for guidance-distilled bases: the target is u + s (target - u), with the
             model's own velocity u for the empty prompt; 1 for none.
         preserve: distances from the base.

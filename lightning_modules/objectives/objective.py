@@ -35,7 +35,7 @@ class Objective:
 
     Attributes:
         name: as recorded in a LoRA's file.
-        scales: of the LoRA, at which sample images show the result.
+        scales: LoRA scales at which sample images show the result.
         needs_base: whether it uses the base's velocity.
         compares: the setting that compares two predictions of the model, for which dropout would differ; else empty.
         needs_empty_prompt: whether batches must contain the empty prompt's conditioning.

@@ -10,7 +10,7 @@ from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
 from foundation.errors import UserError, listing
 from lightning_modules.denoiser import Denoiser
-from lightning_modules.flow import Noised, area_weights, mean_over_positions, velocity_target
+from lightning_modules.flow import Noised, area_weights, interpolate, mean_over_positions, velocity_target
 from lightning_modules.objectives.objective import Objective, Passes
 
 
@@ -55,7 +55,7 @@ class PreferenceObjective(Objective):
 
     def _gain(self, x0: Tensor, batch: LatentBatch, noised: Noised, model: Denoiser) -> Tensor:
         """Return the difference of the model's error for x0 from the base's, (B,)."""
-        inputs = noised.x_t_of(x0), noised.t, noised.controls, noised.prompt
+        inputs = interpolate(x0, noised.eps, noised.t), noised.t, noised.controls, noised.prompt
         velocity, base = model(*inputs).float(), model.base(*inputs).float()
         # (v - u)^2 - (v0 - u)^2 as a product: the difference would cancel, and leave rounding to multiply by beta.
         gain = (velocity - base) * (velocity + base - 2 * velocity_target(x0, noised.eps))

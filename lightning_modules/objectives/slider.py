@@ -24,7 +24,7 @@ class SliderObjective(FlowMatchingObjective):
     """Half of the draws learn control -> target at LoRA scale 1, the others target -> control at scale -1.
 
     Args:
-        seed: of the directions.
+        seed: seed of the directions.
         flow_matching: arguments of `FlowMatchingObjective`.
     """
 

@@ -49,7 +49,7 @@ class QwenImage(QwenLatents):
     """Qwen-Image and Qwen-Image-2512: text to image.
 
     Attributes:
-        most_text_tokens: of a prompt, with the end of its template; None: any number, as tokens of images are included.
+        most_text_tokens: limit of a prompt with the end of its template; None for no limit, as images' tokens count.
     """
 
     pipeline_name = "QwenImagePipeline"
@@ -104,7 +104,7 @@ class QwenImageEdit(QwenImage):
         vae_image_size: pixels that condition images are resized to for the autoencoder, keeping their proportions;
             None for their own size.
         condition_image_size: pixels for the text encoder.
-        settings: of `EditModule`.
+        settings: arguments of `EditModule`.
     """
 
     pipeline_name = "QwenImageEditPipeline"
