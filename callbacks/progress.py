@@ -66,7 +66,6 @@ def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[i
 
 def training_facts(trainer: L.Trainer, module: EditModule) -> dict[str, str]:
     """Return rows about the training of a run, for the summary and for model cards."""
-    assert module.transformer is not None
     data, assistant, ema = PairsDataModule.of(trainer), module.execution.training_adapter, module.optimization.ema
     counts = data.size_counts().most_common()
     sizes = [f"{n} of {width}x{height}" for (width, height), n in counts[:4]]

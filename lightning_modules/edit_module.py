@@ -42,17 +42,20 @@ class EditModule(L.LightningModule, Family):
     """The shared part of all model families.
 
     Args:
-        adapter, optimization: None in prediction, in which the properties of these names must not be read.
-        objective: None for no training, and so no demands on the data.
+        adapter, objective, optimization: None in prediction.
         settings: arguments of `ModelSettings`.
 
     Attributes:
         base: the frozen pipeline. It is not a submodule: Lightning would move and save it.
         transformer: None until it is loaded.
         text_encoders: the trainable ones.
+        adapter, optimization: set in training only.
+        objective: one without demands on the data if nothing trains.
         encoder, flow, denoise, sampler: RawBatch -> LatentBatch -> Noised -> velocities; LatentBatch -> images.
     """
 
+    adapter: Adapter
+    optimization: Optimization
     stays_loaded = False  # True: the next prediction uses the loaded weights, with LoRAs of its own
     samples = True  # False: the transformer is not loaded
 
@@ -79,7 +82,8 @@ class EditModule(L.LightningModule, Family):
             model.timesteps, model.vae_encode_mode, model.seed, self.normalize, self._pipeline_shift
         )
         self.objective = objective or Objective()
-        self._optimization = optimization
+        if adapter is not None and optimization is not None:
+            self.adapter, self.optimization = adapter, optimization
         self.sampler = Sampler(self, self.base, self.encoder, AppliedLoRAs([]), model.sampling)
         # The checkpoint contains the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
@@ -91,19 +95,8 @@ class EditModule(L.LightningModule, Family):
         return self.base.dynamic_shift(self.geometry.target_tokens(batch))
 
     @property
-    def adapter(self) -> Adapter:
-        """The trainable part."""
-        return self.execution.adapter
-
-    @property
-    def optimization(self) -> Optimization:
-        """The optimizer step."""
-        assert self._optimization is not None
-        return self._optimization
-
-    @property
     def rank_gates(self) -> list[RankGate]:
-        """The gates of T-LoRAs: `Denoiser` opens them in training, `callbacks.rank_schedule.RankMasks` in sampling."""
+        """The gates of T-LoRAs: `Denoiser` opens them in training, `Sampler` in sampling."""
         return self.execution.rank_gates if self.execution.trains else self.sampler.loras.rank_gates
 
     @property
@@ -150,8 +143,8 @@ class EditModule(L.LightningModule, Family):
                 self.transformer = self.transformer or self.base.load_transformer()
                 remove_adapters(self.transformer)
                 chosen = self.sampler.sampling.transformer_name_or_path is not None
-                self.sampler.use(self.transformer, self.base.source if chosen else None)
                 self.sampler.loras.load(self.transformer, self.base)
+                self.sampler.use(self.transformer, self.base.source if chosen else None, self.rank_gates)
                 self.execution.prepare(self.transformer)
 
     def _load_to_train(self) -> None:
@@ -160,7 +153,7 @@ class EditModule(L.LightningModule, Family):
         if run is not None:
             data, passes = PairsDataModule.of(run), run.max_steps * run.accumulate_grad_batches
         self.transformer = self.execution.load_to_train(mesh, data, passes)
-        self.sampler.use(self.transformer)
+        self.sampler.use(self.transformer, gates=self.rank_gates)
         self.text_encoders = self.execution.text_encoders_to_train()
         self.encoder.trains_text_encoders = len(self.text_encoders) > 0
         self._ddp_params_and_buffers_to_ignore = ignored_by_ddp(self)

@@ -89,7 +89,7 @@ class DeltaAdapter(Adapter):
         """Add initial deltas to layers, in float32."""
 
     @abstractmethod
-    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Any]) -> None:
         """Copy the deltas of init_from's file into the trained ones, rescaled if their scale differs."""
 
     @abstractmethod

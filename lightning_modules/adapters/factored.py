@@ -64,7 +64,7 @@ class DeltaLinear(nn.Module, BaseTunerLayer):
         super().__init__()
         self.base_layer = base_layer
         self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
-        self.updates = nn.ModuleDict()
+        self.updates: Any = nn.ModuleDict()
         self.scaling: dict[str, float] = {}
         self._active_adapter: list[str] = []
 
@@ -73,19 +73,13 @@ class DeltaLinear(nn.Module, BaseTunerLayer):
         if adapter in self.scaling:
             self.scaling[adapter] = scale
 
-    def parameters_of(self, adapter: str) -> DeltaParameters:
-        """Return an adapter's parameters."""
-        found = self.updates[adapter]
-        assert isinstance(found, DeltaParameters)
-        return found
-
     def forward(self, x: Tensor) -> Tensor:
         if self._disable_adapters:
             return self.base_layer(x)
         layer = self.base_layer
         for name in self._active_adapter:
             if name in self.updates:
-                delta, scale = self.parameters_of(name).delta(), self.scaling[name]
+                delta, scale = self.updates[name].delta(), self.scaling[name]
                 layer = partial((delta if scale == 1 else delta.scaled(scale)).forward, layer)
         return layer(x)
 
@@ -127,12 +121,12 @@ class Factored(DeltaAdapter):
     @torch.no_grad()
     def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
         for name, layer in self.layers(transformer).items():
-            parameters, delta = dict(layer.parameters_of(ADAPTER).named_parameters()), deltas[name]
+            parameters, delta = dict(layer.updates[ADAPTER].named_parameters()), deltas[name]
             shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, delta.tensors())]
             if isinstance(delta, LowRank) or delta.unwritable or shapes[0] != shapes[1]:
                 raise UserError(
                     f"adapter.init_from={self.init_from}: {name} is a {delta.kind} of {delta.size}, by the settings "
-                    f"a {self.kind} of {layer.parameters_of(ADAPTER).delta().size}"
+                    f"a {self.kind} of {layer.updates[ADAPTER].delta().size}"
                 )
             for key, tensor in delta.scaled(1 / self.scale).tensors().items():
                 parameters[key].copy_(tensor)
@@ -145,11 +139,11 @@ class Factored(DeltaAdapter):
         }
 
     def delta(self, layer: DeltaLinear) -> Delta:
-        return layer.parameters_of(ADAPTER).whole()
+        return layer.updates[ADAPTER].whole()
 
     def use(self, layer: DeltaLinear, delta: Delta | None) -> None:
         if delta is not None:
-            layer.parameters_of(ADAPTER).use(delta)
+            layer.updates[ADAPTER].use(delta)
 
     def metadata(self) -> dict[str, Any]:
         return {"kind": self.kind, **super().metadata()}

@@ -147,7 +147,7 @@ def mask_forwards(
     gates: Sequence[RankGate],
     timesteps: Callable[[tuple[Any, ...], dict[str, Any]], Timesteps | None],
 ) -> list[RemovableHandle]:
-    """Open the gates for each of the transformer's forwards in a sampling, and close them after it.
+    """Open the gates for each of the transformer's forwards in a sampling, and close them after it; return the hooks.
 
     Args:
         timesteps: from a forward's arguments; None leaves the gates as they are.
@@ -162,6 +162,8 @@ def mask_forwards(
         for gate in gates:
             gate.factors = None
 
+    if not gates:
+        return []
     return [
         transformer.register_forward_pre_hook(before, with_kwargs=True),
         transformer.register_forward_hook(after, always_call=True),

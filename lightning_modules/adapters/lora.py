@@ -23,7 +23,7 @@ from lightning_modules.adapters.peft_layers import (
 )
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.blocks import compute_dtype, without_autocast
-from lightning_modules.lora_files.delta import Delta, LowRank
+from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.quantization.linear import QuantizedLinear
 
@@ -96,11 +96,10 @@ class LoRA(DeltaAdapter):
         """Replace peft's initial layers; LoRA keeps them."""
 
     @torch.no_grad()
-    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, LowRank]) -> None:
         trained = Ranks.of_file(file)
         for name, layer in self.layers(transformer).items():
             delta, rank, own = deltas[name], self.ranks.rank_of(name), layer.scaling[ADAPTER]
-            assert isinstance(delta, LowRank)
             if delta.rank != rank * self.width:
                 raise UserError(
                     f"adapter.init_from={self.init_from}: {name} has rank {delta.rank // self.width}, here "

@@ -34,7 +34,7 @@ class Execution:
         adapter: the trained one; None in prediction.
 
     Attributes:
-        trains: whether there is one.
+        trains: whether there is an adapter; else the attribute `adapter` is not set.
         training_adapter: another one, frozen, while it trains.
         direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
         compiles: whether blocks are compiled.
@@ -44,7 +44,8 @@ class Execution:
         self.family = family
         self.base = base
         self.trains = adapter is not None
-        self._adapter = adapter
+        if adapter is not None:
+            self.adapter = adapter
         trains_with = None if adapter is None else settings.training_adapter
         self.training_adapter = None if trains_with is None else TrainingAdapter(trains_with)
         self.checkpointing = read_policy(settings.gradient_checkpointing)
@@ -55,12 +56,6 @@ class Execution:
         self.offload = settings.offload
         self.direction: Gate | None = None
         self._activations: ActivationOffload | None = None
-
-    @property
-    def adapter(self) -> Adapter:
-        """The trained adapter."""
-        assert self._adapter is not None
-        return self._adapter
 
     def check(self, sharded: bool) -> None:
         """Raise a UserError for incompatible settings.
