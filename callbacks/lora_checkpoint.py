@@ -114,8 +114,7 @@ class LoRACheckpoint(L.Callback):
         """
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
-        if module.objective is not None:
-            header["objective"] = module.objective.name
+        header["objective"] = module.objective.name
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if not all(root.caption_per_line for root in data.sample_set.roots):
             header["caption_per_line"] = False

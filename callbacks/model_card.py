@@ -143,7 +143,7 @@ class ModelCard(L.Callback):
             "commands": commands(module, names, seed, strips[0] if strips else None),
             "file": next((path.name for path in folder.glob("*.safetensors")), ""),
             "schedule": None if schedule["kind"] == "constant" else schedule,
-            "slider": module.objective is not None and len(module.objective.scales) > 1,
+            "slider": len(module.objective.scales) > 1,
         }
 
 

@@ -273,7 +273,7 @@ def _band_losses(module: EditModule, batch: LatentBatch, place: float) -> Tensor
         t = torch.tensor([(band + place) / BANDS])
         drawn = flow.Noise(t, noise, torch.zeros_like(noise))
         noised = module.flow.noised_by(batch, drawn)
-        velocity = module.denoise(noised.x_t, noised.t, noised.controls, noised.prompt)
+        velocity = module.denoise(*noised.inputs)
         loss = flow.flow_loss(velocity, noised.velocity, batch.mask)
         losses.append(loss if batch.weights is None else loss * batch.weights)
     return torch.cat(losses).cpu()

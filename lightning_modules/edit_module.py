@@ -48,9 +48,9 @@ class EditModule(L.LightningModule, Family):
     Attributes:
         base: the frozen pipeline. It is not a submodule: Lightning would move and save it.
         transformer: None until it is loaded.
-        text_encoders: the trainable ones.
+        text_encoders: the trainable text encoders by name.
         adapter, optimization: set in training only.
-        objective: one without demands on the data if nothing trains.
+        objective: in prediction the base class, which demands nothing of the data.
         encoder, flow, denoise, sampler: RawBatch -> LatentBatch -> Noised -> velocities; LatentBatch -> images.
     """
 

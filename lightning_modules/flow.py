@@ -173,6 +173,11 @@ class Noised(NamedTuple):
         return interpolate(self.x0, self.eps, self.t)
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor, list[Tensor], Mapping[str, Tensor]]:
+        """The arguments of `Denoiser`."""
+        return self.x_t, self.t, self.controls, self.prompt
+
+    @property
     def velocity(self) -> Tensor:
         """The velocity to learn (B, C, h, w)."""
         return velocity_target(self.x0, self.eps)

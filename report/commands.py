@@ -51,7 +51,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     other = None if used is None else used.transformer_name_or_path
     transformer = public_name(module.base.transformer_name if other is None else other, names.model)
     chosen = {} if other is None else {"model.sampling.transformer_name_or_path": transformer}
-    scales = (1,) if module.objective is None else module.objective.scales
+    scales = module.objective.scales
     dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
     shift = {name: value for name, value in fixed.items() if name.startswith("shift") and value is not None}
     settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed or 0}

@@ -124,7 +124,7 @@ class TrainedParts:
     """A transformer and its text encoders, with their trainable parameters and their tensors in a checkpoint.
 
     Args:
-        adapter: the one injected into them.
+        adapter: the adapter that was injected into them.
         text_encoders: by their names in the repository.
     """
 

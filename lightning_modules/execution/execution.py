@@ -31,11 +31,11 @@ class Execution:
     """Execution of a base's transformer, in training and in prediction.
 
     Args:
-        adapter: the trained one; None in prediction.
+        adapter: the adapter to train; None in prediction.
 
     Attributes:
-        trains: whether there is an adapter; else the attribute `adapter` is not set.
-        training_adapter: another one, frozen, while it trains.
+        trains: whether there is an adapter; without one, the attribute `adapter` is not set.
+        training_adapter: a frozen LoRA that is active in training steps.
         direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
         compiles: whether blocks are compiled.
     """
