@@ -36,8 +36,8 @@ from cli.terminal import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import lora_layers
+from lightning_modules.blocks import LastBlock, blocks
 from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
-from lightning_modules.execution.blocks import LastBlock, blocks
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
 

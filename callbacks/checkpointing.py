@@ -42,7 +42,6 @@ class RaiseCheckpointing(L.Callback):
         if self._policy is not None and pl_module.execution.compiles:
             pl_module.execution.set_checkpointing(pl_module.transformer, self._policy)
             return
-        assert pl_module.objective is not None
         self._memory, self._first_step = DeviceMemory(pl_module.device), trainer.global_step
         timer, what = pl_module.base.timer, "estimate for gradient_checkpointing=auto, which stays full"
         with timer.stage(NOT_TRAINING), best_effort(what):

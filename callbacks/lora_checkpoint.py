@@ -112,11 +112,9 @@ class LoRACheckpoint(L.Callback):
         Args:
             other: write the other weights of a run with an EMA.
         """
-        assert module.adapter is not None
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
-        if module.objective is not None:
-            header["objective"] = module.objective.name
+        header["objective"] = module.objective.name
         if not all(root.caption_per_line for root in PairsDataModule.of(trainer).sample_set.roots):
             header["caption_per_line"] = False
         if module.execution.training_adapter is not None:
@@ -131,7 +129,6 @@ class LoRACheckpoint(L.Callback):
                 module.adapter.write(folder, gathered, module.base, published(header, self.model["name"]), self.dtype)
 
     def _save(self, trainer: L.Trainer, module: EditModule) -> None:
-        assert module.adapter is not None
         step = trainer.global_step
         names = ["last"] if module.adapter.trains_base else [f"step-{step:06d}", "last"]
         # All processes take part; the first one writes. The mark tells an interrupted first save from a run's weights.

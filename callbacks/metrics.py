@@ -116,7 +116,6 @@ class Metrics(L.Callback):
         self._tokens += outputs["tokens"]
         if trainer.global_step == self._step:
             return
-        assert pl_module.optimization.grad_norm is not None
         self._step = trainer.global_step
         means = [torch.stack(values).float().mean() for values in (self._losses, self._ranks) if values]
         figures = torch.stack([pl_module.optimization.grad_norm.float(), *means])

@@ -59,7 +59,6 @@ class ModelCard(L.Callback):
         self.trigger_word = one_line(trigger_word or "")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: EditModule) -> None:
-        assert pl_module.adapter is not None
         validation, steps = find_callback(trainer, Validation), {"last": trainer.global_step}
         if validation is not None and (row := validation.best()) is not None:
             steps["best"] = int(row["step"])
@@ -72,7 +71,6 @@ class ModelCard(L.Callback):
     def _write_card(self, trainer: L.Trainer, module: EditModule, folder: Path, step: int) -> None:
         data, origin = PairsDataModule.of(trainer), Origin.of(module.base, self.model_name)
         sampler, validation = find_callback(trainer, SampleImages), find_callback(trainer, Validation)
-        assert module.adapter is not None
         is_lora = bool(module.adapter.loading_code("", module.pipeline_name))
         seed = None if sampler is None else sampler.seed
         shown: int = 0
@@ -127,7 +125,6 @@ class ModelCard(L.Callback):
 
     def _use(self, module: EditModule, folder: Path, strips: list[Strip], seed: int | None) -> dict[str, Any]:
         """Return the commands that use the weights, with names that are valid on any machine."""
-        assert module.adapter is not None
         is_best, gated = folder.name == "best", bool(module.rank_gates)
         schedule = module.adapter.metadata()["rank_schedule"] if gated else {"kind": "constant"}
         root = self.repository.rpartition("/")[2] if self.repository else "FOLDER"
@@ -145,7 +142,7 @@ class ModelCard(L.Callback):
             "commands": commands(module, names, seed, strips[0] if strips else None),
             "file": next((path.name for path in folder.glob("*.safetensors")), ""),
             "schedule": None if schedule["kind"] == "constant" else schedule,
-            "slider": module.objective is not None and len(module.objective.scales) > 1,
+            "slider": len(module.objective.scales) > 1,
         }
 
 

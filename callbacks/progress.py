@@ -47,8 +47,6 @@ def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[i
         transformer: with its adapter.
         sizes: (width, height) of targets, the most frequent first.
     """
-    assert module.objective is not None
-    assert module.adapter is not None
     objective = module.objective.chosen
     adapted = dict.fromkeys(layer_of(name) for name in trainable(transformer))
     endings = listing(list(dict.fromkeys(map(ending, adapted))), 14)
@@ -68,8 +66,6 @@ def learning(module: EditModule, transformer: nn.Module, sizes: Iterable[tuple[i
 
 def training_facts(trainer: L.Trainer, module: EditModule) -> dict[str, str]:
     """Return rows about the training of a run, for the summary and for model cards."""
-    assert module.transformer is not None
-    assert module.adapter is not None
     data, assistant, ema = PairsDataModule.of(trainer), module.execution.training_adapter, module.optimization.ema
     counts = data.training.size_counts()
     sizes = [f"{n} of {width}x{height}" for (width, height), n in counts[:4]]

@@ -1,4 +1,4 @@
-"""T-LoRA's rank schedule in a run: masks in sampling, and a histogram of the active ranks."""
+"""A histogram of the active ranks of a T-LoRA."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as L
 from PIL import Image
 from torch import Size, Tensor
-from torch.utils.hooks import RemovableHandle
 
 from callbacks.image_writer import log_image
 from datamodules.pairs import PairsDataModule
 from lightning_modules import flow
-from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
@@ -25,25 +23,6 @@ log = logging.getLogger("retouch")
 
 # Training timesteps in the histogram, at most.
 ENOUGH = 10_000
-
-
-class RankMasks(L.Callback):
-    """Opens the rank gates of T-LoRAs in each sampling step; `Denoiser` opens them in training."""
-
-    def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
-        gates, sampler = pl_module.rank_gates, pl_module.sampler
-        if gates and pl_module.transformer is not None:
-            self._hooks = mask_forwards(pl_module.transformer, gates, lambda *_: sampler.current_step())
-
-    on_predict_start = on_fit_start
-
-    def teardown(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
 
 class RankHistogram(L.Callback):
@@ -67,7 +46,6 @@ class RankHistogram(L.Callback):
         (width, height), _ = data.training.size_counts()[0]
         tokens = module.geometry.image_tokens(module.base.latent_size(width, height))
         schedule = module.rank_gates[0].schedule
-        assert module.sampler.sampling is not None
         steps = module.base.sampling_timesteps(tokens, module.sampler.sampling)
         samples = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * data.batch_size
         shift = module.base.dynamic_shift(tokens)

@@ -81,8 +81,6 @@ class Report(L.Callback):
                 self._write(trainer, module, unfinished=False)
 
     def _write(self, trainer: L.Trainer, module: EditModule, unfinished: bool) -> None:
-        assert module.adapter is not None
-        assert module.objective is not None
         metrics, validation = read_metrics(self.run.metrics), read_validation(self.run.validation)
         samples = sample_files(self.run, trainer.global_step)
         rows, data = sample_rows(samples, lambda path, part: self._data_urls(path)[part]), PairsDataModule.of(trainer)

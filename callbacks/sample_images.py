@@ -74,7 +74,6 @@ class SampleImages(L.Callback):
         self.sampled_step = -1
 
     def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
-        assert pl_module.sampler.sampling is not None
         self.sampling = pl_module.sampler.sampling
         self.negative_prompt = pl_module.sampling_rules.negative_prompt(self.sampling)
         if self.sampling.transformer_name_or_path is not None:

@@ -268,14 +268,13 @@ def _directions(metrics: Mapping[str, Any]) -> dict[str, bool | None]:
 def _band_losses(module: EditModule, batch: LatentBatch, place: float) -> Tensor:
     """Return the loss (BANDS,) of one sample in each band, at this share of the band's width, with noise by its key."""
     seed = int.from_bytes(hashlib.sha256(batch.keys[0].encode()).digest()[:4])
-    assert batch.target_mean is not None
-    noise = torch.randn(batch.target_mean.shape, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(batch.known_target.shape, generator=torch.Generator().manual_seed(seed))
     losses = []
     for band in range(BANDS):
         t = torch.tensor([(band + place) / BANDS])
         drawn = flow.Noise(t, noise, torch.zeros_like(noise))
-        noised = module.flow.noised_by(batch, drawn, module.normalize)
-        velocity = module.denoise(noised.x_t, noised.t, noised.controls, noised.prompt)
+        noised = module.flow.noised_by(batch, drawn)
+        velocity = module.denoise(*noised.inputs)
         loss = flow.flow_loss(velocity, noised.velocity, batch.mask)
         losses.append(loss if batch.weights is None else loss * batch.weights)
     return torch.cat(losses).cpu()
@@ -283,7 +282,6 @@ def _band_losses(module: EditModule, batch: LatentBatch, place: float) -> Tensor
 
 def _visits(module: EditModule, batch: LatentBatch) -> Tensor:
     """Return the share (BANDS,) of the steps of sampling that are in each band of t, for a batch of this size."""
-    assert module.sampler.sampling is not None
     tokens = module.geometry.target_tokens(batch)
     t = module.base.sampling_timesteps(tokens, module.sampler.sampling) / 1000
     return torch.bincount((t * BANDS).long().clamp_max(BANDS - 1), minlength=BANDS) / len(t)

@@ -62,11 +62,11 @@ def compute_device(cfg: DictConfig) -> "torch.device":
     return instantiate(cfg.trainer, logger=False).strategy.root_device
 
 
-def frozen_model(cfg: DictConfig, **more: Any) -> Any:
-    """Build the model without adapter and optimizer, with `more` arguments of instantiate; nothing is loaded."""
+def frozen_model(cfg: DictConfig) -> Any:
+    """Build the model without adapter and optimizer; nothing is loaded."""
     from hydra.utils import instantiate
 
-    return instantiate(cfg.model, adapter=None, optimization=None, _convert_="all", **more)
+    return instantiate(cfg.model, adapter=None, optimization=None, _convert_="all")
 
 
 @contextmanager

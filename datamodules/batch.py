@@ -128,6 +128,12 @@ class LatentBatch(Batch):
     dropped: list[bool] = field(default_factory=list)
     has_first: bool = True
 
+    @property
+    def known_target(self) -> Tensor:
+        """The mean of the target's latent, which only batches of a prediction lack."""
+        assert self.target_mean is not None
+        return self.target_mean
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -161,8 +167,7 @@ class Geometry:
 
     def target_tokens(self, batch: LatentBatch) -> int:
         """Count the target's tokens of one sample of a batch."""
-        assert batch.target_mean is not None
-        return self.image_tokens(batch.target_mean.shape)
+        return self.image_tokens(batch.known_target.shape)
 
     def token_count(self, batch: LatentBatch) -> int:
         """Count all tokens of a batch."""

@@ -17,17 +17,18 @@ from datamodules.edits import EditRequest
 from datamodules.encoding import EncodeRequest
 from datamodules.pairs import PairsDataModule
 from foundation.internals import resume_at, trainer_of
-from lightning_modules.adapters.adapter import Adapter, TrainedParts, Training
+from lightning_modules.adapters.adapter import Adapter, TrainedParts
 from lightning_modules.adapters.applied import AppliedLoRAs
+from lightning_modules.adapters.gates import RankGate
 from lightning_modules.adapters.peft_layers import remove_adapters
-from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.blocks import ignored_by_ddp
+from lightning_modules.denoiser import Denoiser
 from lightning_modules.encoder import Encoder
-from lightning_modules.execution.blocks import ignored_by_ddp
+from lightning_modules.execution.execution import Execution
 from lightning_modules.family import Family
 from lightning_modules.flow import FlowMatching, mix
 from lightning_modules.objectives.objective import Objective
 from lightning_modules.optimization import Optimization
-from lightning_modules.prepare import Denoiser, Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.sampling import Sampler
 from lightning_modules.settings import ModelSettings
@@ -43,15 +44,21 @@ class EditModule(L.LightningModule, Family):
 
     Args:
         adapter, objective, optimization: None in prediction.
-        settings: of `ModelSettings`.
+        settings: arguments of `ModelSettings`.
 
     Attributes:
         base: the frozen pipeline. It is not a submodule: Lightning would move and save it.
-        transformer: once it is loaded. text_encoders: the trainable ones.
+        transformer: None until it is loaded.
+        text_encoders: the trainable text encoders by name.
+        adapter, optimization: set in training only.
+        objective: in prediction the base class, which demands nothing of the data.
         encoder, flow, denoise, sampler: RawBatch -> LatentBatch -> Noised -> velocities; LatentBatch -> images.
     """
 
+    adapter: Adapter
+    optimization: Optimization
     stays_loaded = False  # True: the next prediction uses the loaded weights, with LoRAs of its own
+    samples = True  # False: the transformer is not loaded
 
     def __init__(
         self,
@@ -69,13 +76,15 @@ class EditModule(L.LightningModule, Family):
         self.training_guidance_scale = model.training_guidance_scale
         self.transformer: Any = None
         self.text_encoders = nn.ModuleDict()
-        self.adapter = adapter
         self.execution = Execution(self, self.base, model, adapter)
         self.denoise = Denoiser(self, self.execution)
         self.encoder = Encoder(self, self.base, model.vae_encode_mode)
-        self.flow = FlowMatching(model.timesteps, model.vae_encode_mode, model.seed)
-        self.objective = objective
-        self._optimization = optimization
+        self.flow = FlowMatching(
+            model.timesteps, model.vae_encode_mode, model.seed, self.normalize, self._pipeline_shift
+        )
+        self.objective = objective or Objective()
+        if adapter is not None and optimization is not None:
+            self.adapter, self.optimization = adapter, optimization
         self.sampler = Sampler(self, self.base, self.encoder, AppliedLoRAs([]), model.sampling)
         # The checkpoint contains the adapter only; on_load_checkpoint compares its keys.
         self.strict_loading = False
@@ -83,21 +92,17 @@ class EditModule(L.LightningModule, Family):
     def _main_device(self) -> torch.device:
         return self.trainer.strategy.root_device if trainer_of(self) is not None else self.device
 
-    @property
-    def optimization(self) -> Optimization:
-        """The optimizer step, in training."""
-        assert self._optimization is not None
-        return self._optimization
+    def _pipeline_shift(self, batch: LatentBatch) -> float:
+        return self.base.dynamic_shift(self.geometry.target_tokens(batch))
 
     @property
     def rank_gates(self) -> list[RankGate]:
-        """The gates of T-LoRAs: `Denoiser` opens them in training, `callbacks.rank_schedule.RankMasks` in sampling."""
-        return self.sampler.loras.rank_gates if self.adapter is None else self.execution.rank_gates
+        """The gates of T-LoRAs: `Denoiser` opens them in training, `Sampler` in sampling."""
+        return self.execution.rank_gates if self.execution.trains else self.sampler.loras.rank_gates
 
     @property
     def trained(self) -> TrainedParts:
         """The transformer and the trainable text encoders, once they are loaded."""
-        assert self.adapter is not None
         return TrainedParts(self.adapter, self.transformer, self.text_encoders)
 
     # Setup
@@ -106,7 +111,6 @@ class EditModule(L.LightningModule, Family):
         if stage == "fit":
             data = PairsDataModule.of(self.trainer)
             self.execution.check_data(data)
-            assert self.objective is not None
             self.objective.check_sizes(data.drawn_sizes)
         self.check()
         self.base.check_files()
@@ -121,12 +125,11 @@ class EditModule(L.LightningModule, Family):
         sharded = self.device_mesh is not None
         self.base.check()
         self.execution.check(sharded)
-        self.sampler.check()
-        if self._optimization is not None:
-            self.optimization.check_optimizer()
-        if self.adapter is not None and self.objective is not None:
-            training = Training(self.optimization.optimizer, sharded, self.condition_images.text_sees_them)
-            self.adapter.check(self.base, training)
+        if self.samples:
+            self.sampler.check()
+        if self.execution.trains:
+            self.optimization.check_optimizer(self.adapter.has_own_rates)
+            self.adapter.check(self.base, sharded, self.condition_images.text_sees_them)
             self.objective.check_model(self, self.adapter)
 
     def configure_model(self) -> None:
@@ -135,14 +138,14 @@ class EditModule(L.LightningModule, Family):
             return
         # Lightning makes the trainer's device PyTorch's default: tensors for it are placed explicitly.
         with torch.device("cpu"):
-            if self.adapter is not None:
+            if self.execution.trains:
                 self._load_to_train()
-            elif self.sampler.sampling is not None:
+            elif self.samples:
                 self.transformer = self.transformer or self.base.load_transformer()
                 remove_adapters(self.transformer)
                 chosen = self.sampler.sampling.transformer_name_or_path is not None
-                self.sampler.use(self.transformer, self.base.source if chosen else None)
                 self.sampler.loras.load(self.transformer, self.base)
+                self.sampler.use(self.transformer, self.base.source if chosen else None, self.rank_gates)
                 self.execution.prepare(self.transformer)
 
     def _load_to_train(self) -> None:
@@ -151,7 +154,7 @@ class EditModule(L.LightningModule, Family):
         if run is not None:
             data, passes = PairsDataModule.of(run), run.max_steps * run.accumulate_grad_batches
         self.transformer = self.execution.load_to_train(mesh, data, passes)
-        self.sampler.use(self.transformer)
+        self.sampler.use(self.transformer, gates=self.rank_gates)
         self.text_encoders = self.execution.text_encoders_to_train()
         self.encoder.trains_text_encoders = len(self.text_encoders) > 0
         self._ddp_params_and_buffers_to_ignore = ignored_by_ddp(self)
@@ -189,10 +192,8 @@ class EditModule(L.LightningModule, Family):
 
     def training_step(self, batch: RawBatch | LatentBatch, batch_idx: int) -> dict[str, Any]:
         """Return the loss and, for callbacks, per-sample losses (B,) and token counts."""
-        assert self.objective is not None
         latents = self.encoder.latents(batch, self.objective.needs_empty_prompt)
-        shift = self.base.dynamic_shift(self.geometry.target_tokens(latents))
-        noised = self.flow.noised(latents, shift, self.normalize)
+        noised = self.flow.noised(latents)
         with self._dropout(latents.draws):
             losses = self.objective.losses(latents, noised, self.denoise, self.global_step)
         self.optimization.note(latents.keys, losses.detach())
@@ -206,7 +207,7 @@ class EditModule(L.LightningModule, Family):
     @contextmanager
     def _dropout(self, draws: list[int]) -> Iterator[None]:
         """Temporarily seed PyTorch's global generators, which peft draws dropout from, by the batch's draws."""
-        if not self.trained.adapter.dropout:
+        if not self.adapter.dropout:
             yield
             return
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):

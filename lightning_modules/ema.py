@@ -73,7 +73,6 @@ class EMA:
         Args:
             finite: whether the step was made, on the device.
         """
-        assert self.half_life is not None
         samples = torch.full((), self._noted, dtype=torch.int64, device=finite.device) * finite
         self._noted = 0
         if torch.distributed.is_initialized():

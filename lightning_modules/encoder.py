@@ -1,7 +1,6 @@
 """Encoding of pixels and prompts: the only way from a RawBatch to a LatentBatch."""
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -16,17 +15,16 @@ from datamodules.batch import ON_HOST, LatentBatch, PromptRequest, RawBatch, cop
 from datamodules.encoding import EncodeRequest
 from datamodules.images.decoding import PREPROCESSING
 from lightning_modules.family import Family
+from lightning_modules.pretrained.checks import note_once
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.timing import ProgressLines, StageTimer
-
-log = logging.getLogger("retouch")
 
 
 class Encoder:
     """The frozen encoders of a base, and its decoder.
 
     Args:
-        vae_encode_mode: of `FlowMatching`; a cache contains the standard deviation for `sample` only.
+        vae_encode_mode: as in `FlowMatching`; a cache contains the standard deviation for `sample` only.
 
     Attributes:
         trains_text_encoders: whether text encoders train, so that they encode in every step.
@@ -38,15 +36,13 @@ class Encoder:
         self.vae_encode_mode = vae_encode_mode
         self.trains_text_encoders = False
         self.prompts = PromptCache(self._encode_prompt, base.timer)
-        self._cut: set[str] = set()  # prompts that were reported as too long
 
     def _encode_prompt(self, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
         counted = self.family.prompt_tokens(self.base.components, [prompt])
-        if counted is not None and counted[0][0] > counted[1] and prompt not in self._cut:
-            self._cut.add(prompt)
+        if counted is not None and counted[0][0] > counted[1]:
             [tokens], most = counted
             where = " (model.max_sequence_length)" if self.family.max_sequence_length else ""
-            log.warning(f'note: {tokens} tokens are cut to {most}{where}: "{prompt[:60]}..."')
+            note_once(f'{tokens} tokens are cut to {most}{where}: "{prompt[:60]}..."')
         return self.family.encode_prompt(self.base.components, prompt, images)
 
     @torch.no_grad()
@@ -165,7 +161,7 @@ class PromptCache:
         """Return the conditioning of a batch, each tensor (B, ...), on `device`; masks on the CPU.
 
         Args:
-            images: of each prompt.
+            images: the images that each prompt's encoder sees.
         """
         encoded = []
         for prompt, seen in zip(prompts, images, strict=True):

@@ -28,7 +28,7 @@ class Sampling:
 
     Attributes:
         transformer_name_or_path: the transformer to sample with; None for the model's own.
-        shift, shift_terminal: of the scheduler, instead of its own shift; None for what its repository sets.
+        shift, shift_terminal: settings of the scheduler in place of its own shift; None for the repository's.
     """
 
     num_inference_steps: int

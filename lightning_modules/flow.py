@@ -59,7 +59,7 @@ def dynamic_shift(tokens: int, config: Mapping[str, Any]) -> float:
     """Return the pipelines' resolution-dependent shift: exp(mu), mu linear in the target's token count.
 
     Args:
-        config: of a scheduler; as in the pipelines, missing numbers are FLUX.1's.
+        config: a scheduler's settings; as in the pipelines, missing numbers are FLUX.1's.
     """
     base_tokens, most_tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base_shift, max_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
@@ -125,7 +125,7 @@ def sample_noise(seed: int, draws: list[int], shape: torch.Size, law: TimestepLa
 
     Args:
         draws: the numbers of their draws.
-        shape: of one sample's latent, (C, h, w).
+        shape: (C, h, w), the shape of one sample's latent.
     """
 
     def one(generator: torch.Generator) -> Noise:
@@ -170,11 +170,12 @@ class Noised(NamedTuple):
     @property
     def x_t(self) -> Tensor:
         """The noised target (B, C, h, w)."""
-        return self.x_t_of(self.x0)
+        return interpolate(self.x0, self.eps, self.t)
 
-    def x_t_of(self, x0: Tensor) -> Tensor:
-        """Noise another target."""
-        return interpolate(x0, self.eps, self.t)
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, list[Tensor], Mapping[str, Tensor]]:
+        """The arguments of `Denoiser`."""
+        return self.x_t, self.t, self.controls, self.prompt
 
     @property
     def velocity(self) -> Tensor:
@@ -189,48 +190,44 @@ class FlowMatching:
     Args:
         timesteps: the distribution of training timesteps.
         vae_encode_mode: train on a `sample` of the target's latent distribution, or on its `mode`.
+        normalize: shifts and scales latents, as `Family.normalize`.
+        pipeline_shift: returns the shift of a batch's timesteps with `shift: dynamic`.
     """
 
     timesteps: TimestepLaw
     vae_encode_mode: str
     seed: int
+    normalize: Callable[[Tensor], Tensor]
+    pipeline_shift: Callable[[LatentBatch], float]
 
     def __post_init__(self) -> None:
         if self.vae_encode_mode not in ("sample", "mode"):
             raise UserError(f"model.vae_encode_mode={self.vae_encode_mode}: choose sample or mode")
 
-    def noised(self, batch: LatentBatch, pipeline_shift: float, normalize: Callable[[Tensor], Tensor]) -> Noised:
-        """Noise a batch by the numbers of its draws.
+    def noised(self, batch: LatentBatch) -> Noised:
+        """Noise a batch as the seed and its draws determine."""
+        shift, shape = self.pipeline_shift(batch), batch.known_target.shape[1:]
+        return self.noised_by(batch, sample_noise(self.seed, batch.draws, shape, self.timesteps, shift))
 
-        Args:
-            pipeline_shift: of the timesteps, if `shift: dynamic`.
-            normalize: of `Family`.
-        """
-        assert batch.target_mean is not None
-        noise = sample_noise(self.seed, batch.draws, batch.target_mean.shape[1:], self.timesteps, pipeline_shift)
-        return self.noised_by(batch, noise, normalize)
-
-    def noised_by(self, batch: LatentBatch, noise: Noise, normalize: Callable[[Tensor], Tensor]) -> Noised:
+    def noised_by(self, batch: LatentBatch, noise: Noise) -> Noised:
         """Noise a batch with this noise."""
-        mean = batch.target_mean
-        assert mean is not None
-        t, eps = copy_to(noise.t, mean.device), copy_to(noise.eps, mean.device)
-        latent_eps = copy_to(noise.latent_eps, mean.device) if self.vae_encode_mode == "sample" else None
+        device = batch.known_target.device
+        latent_eps = copy_to(noise.latent_eps, device) if self.vae_encode_mode == "sample" else None
 
         def drawn(mean: Tensor, std: Tensor | None) -> Tensor:
             if latent_eps is None:
-                return normalize(mean.float())
+                return self.normalize(mean.float())
             assert std is not None
-            return normalize(mean.float() + std.float() * latent_eps)
+            return self.normalize(mean.float() + std.float() * latent_eps)
 
-        rejected, controls = batch.rejected_mean, [normalize(control.float()) for control in batch.controls]
+        controls = [self.normalize(control.float()) for control in batch.controls]
         return Noised(
-            drawn(mean, batch.target_std),
-            normalize(mean.float()),
-            eps,
-            t,
-            controls,
-            batch.prompt,
-            None if rejected is None else drawn(rejected, batch.rejected_std),
-            controls[0] if controls and batch.has_first else None,
+            x0=drawn(batch.known_target, batch.target_std),
+            mean=self.normalize(batch.known_target.float()),
+            eps=copy_to(noise.eps, device),
+            t=copy_to(noise.t, device),
+            controls=controls,
+            prompt=batch.prompt,
+            rejected=None if batch.rejected_mean is None else drawn(batch.rejected_mean, batch.rejected_std),
+            edited=controls[0] if controls and batch.has_first else None,
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.rank_mask import mask_forwards
+from lightning_modules.adapters.gates import RankGate
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.fsdp import gather_anew
 from lightning_modules.lora_files.names import LayerNames
@@ -89,7 +89,6 @@ class SamplingTransformer:
     def check(self) -> None:
         """Raise a UserError for a transformer that cannot take the LoRA, before any weights are read."""
         adapter, base = self.module.adapter, self.module.base
-        assert adapter is not None
         setting = f"sampling.transformer_name_or_path={self.source.name}"
         if adapter.trains_base:
             raise UserError(f"{setting}: adapter=full trains no LoRA that another transformer could use")
@@ -108,18 +107,18 @@ class SamplingTransformer:
         module = self.module
         with module.execution.without_compiling():
             try:
-                module.sampler.use(self._load(), self.source)
+                transformer, gates = self._load()
+                module.sampler.use(transformer, self.source, gates)
                 yield
             finally:
-                module.sampler.use(module.transformer)
+                module.sampler.use(module.transformer, gates=module.rank_gates)
                 gc.collect()  # layers and hooks refer to each other
                 if module.base.device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    def _load(self) -> Any:
-        """Return the transformer with the LoRA, by way of its file."""
+    def _load(self) -> tuple[Any, list[RankGate]]:
+        """Return the transformer with the LoRA, by way of its file, and its gates."""
         module = self.module
-        assert module.adapter is not None
         transformer = self.source.load(module.base.device)
         with TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):  # peft draws what is then replaced
             with averaged_weights(module):
@@ -129,6 +128,4 @@ class SamplingTransformer:
             loras = AppliedLoRAs([find_weights(folder)])
             loras.load(transformer, module.base)
         module.execution.prepare(transformer)
-        if loras.rank_gates:
-            mask_forwards(transformer, loras.rank_gates, lambda *_: module.sampler.current_step())
-        return transformer
+        return transformer, loras.rank_gates

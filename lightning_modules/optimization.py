@@ -84,23 +84,23 @@ class Optimization:
     """The update of the trainable parameters.
 
     Args:
-        optimizer: called with the trainable parameters; None in prediction.
+        optimizer: called with the trainable parameters.
         scheduler: called with the optimizer; counts optimizer steps.
         max_nonfinite_steps: consecutive steps with a gradient that is not finite at which the run stops.
         ema: the average of the weights; a half_life of None, or None: no average.
 
     Attributes:
         began_after: the step after which the run began; -1 before its first step.
-        grad_norm: of the latest step, before clipping; on the device.
+        grad_norm: norm of the latest step's gradient before clipping, on the device.
         nonfinite: the skipped steps.
     """
 
-    optimizer: Callable[..., torch.optim.Optimizer] | None
+    optimizer: Callable[..., torch.optim.Optimizer]
     scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
     max_nonfinite_steps: int
     ema: EMA | None
     began_after: int = -1
-    grad_norm: Tensor | None = None
+    grad_norm: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
         self.nonfinite = NonfiniteSteps(self.max_nonfinite_steps)
@@ -110,7 +110,7 @@ class Optimization:
     def describe(self) -> str:
         """Return the optimizer, its learning rate and the schedule in one line."""
         lr = getattr(self.optimizer, "keywords", {}).get("lr")
-        name = getattr(getattr(self.optimizer, "func", self.optimizer), "__name__", "no optimizer")
+        name = getattr(self.optimizer, "func", self.optimizer).__name__
         return f"{name}{'' if lr is None else f', lr {lr:g}'}, schedule {self.schedule}"
 
     @property
@@ -121,11 +121,19 @@ class Optimization:
         name, warmup = keywords.get("name", name).removesuffix("_with_warmup"), keywords.get("num_warmup_steps")
         return name + (f" after {warmup} warm-up steps" if warmup else "")
 
-    def check_optimizer(self) -> None:
-        """Raise a UserError for settings that the optimizer refuses, and for an EMA of weights that it averages."""
-        if self.optimizer is None:
-            return
+    def check_optimizer(self, own_rates: bool = False) -> None:
+        """Raise a UserError for settings that the optimizer refuses, and for an EMA of weights that it averages.
+
+        Args:
+            own_rates: whether parameters have different learning rates.
+        """
         made = self._make([nn.Parameter(torch.ones(1, 1))])
+        group = made.param_groups[0]
+        if own_rates and (group["lr"] is None or "d" in group):
+            raise UserError(
+                f"adapter.lr_pattern, adapter.lora_plus_ratio: {type(made).__name__} finds one learning rate for all "
+                "parameters. Choose another optimizer."
+            )
         if self.ema is not None and hasattr(made, "eval"):
             raise UserError(
                 f"ema.half_life={self.ema.half_life:g}: {type(made).__name__} averages its weights already. Leave "
@@ -160,7 +168,6 @@ class Optimization:
         }
 
     def _make(self, parameters: list[Any]) -> Any:
-        assert self.optimizer is not None
         try:
             return self.optimizer(parameters)
         except (TypeError, ValueError) as error:
@@ -179,7 +186,7 @@ class Optimization:
 
         Args:
             step: its number, from 1.
-            clip_val, clip_algorithm: of Lightning's gradient clipping: `norm` (or None), or `value`.
+            clip_val, clip_algorithm: arguments of Lightning's gradient clipping: `norm` (or None), or `value`.
         """
         self.began_after = step - 1 if self.began_after < 0 else self.began_after
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -195,7 +202,6 @@ class Optimization:
             group.update(before)
         self.nonfinite.skipped = []
         if self.ema is not None:
-            assert self.grad_norm is not None
             self.ema.after_step(torch.isfinite(self.grad_norm))
 
     def save(self, checkpoint: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from datamodules.batch import LatentBatch
 from datamodules.edits import EditRequest
 from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.rank_mask import sampling_step
+from lightning_modules.adapters.gates import RankGate, mask_forwards, sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling, stock_pipeline
 from lightning_modules.pretrained.checks import note_once
@@ -34,33 +34,31 @@ class Sampler:
 
     Args:
         loras: applied to it, in prediction.
-        sampling: settings in training and in prediction; None if nothing is sampled.
+        sampling: settings in training and in prediction.
     """
 
     family: Family
     base: FrozenBase
     encoder: Encoder
     loras: AppliedLoRAs
-    sampling: Sampling | None
+    sampling: Sampling
     transformer: Any = None
     _scheduler: Any = None
     _source: TransformerSource | None = None
     _pipeline: Any = None
-    _samples: bool = False  # a pipeline's own current step stays set when an image fails
+    _gates: Sequence[RankGate] = ()
 
     def check(self) -> None:
         """Raise a UserError for LoRAs that do not fit, and for settings that the pipeline would ignore."""
         self.loras.check_files(self.base)
-        if self.sampling is not None:
-            self.family.sampling_rules.check_sampling(self.sampling, self.family.pipeline_name)
-            if self.sampling.transformer_name_or_path in (None, self.base.transformer_name):
-                self.check_source(self.base.source)
+        self.family.sampling_rules.check_sampling(self.sampling, self.family.pipeline_name)
+        if self.sampling.transformer_name_or_path in (None, self.base.transformer_name):
+            self.check_source(self.base.source)
 
     def check_source(self, source: TransformerSource) -> None:
         """Raise a UserError for a shift that the transformer's scheduler does not support; note unused settings."""
         import diffusers
 
-        assert self.sampling is not None
         index = self.base.index | source.pipeline_index()
         name = index["scheduler"][1]
         known = inspect.signature(getattr(diffusers, name, object).__init__).parameters
@@ -76,13 +74,14 @@ class Sampler:
         for note in rules.without_effect(self.sampling, takes_guidance):
             note_once(note)
 
-    def use(self, transformer: Any, source: TransformerSource | None = None) -> None:
+    def use(self, transformer: Any, source: TransformerSource | None = None, gates: Sequence[RankGate] = ()) -> None:
         """Sample with this transformer; None releases the present one.
 
         Args:
-            source: of a transformer chosen for sampling; if it is a whole pipeline, its scheduler is used.
+            source: repository of a transformer chosen for sampling; if it is a whole pipeline, its scheduler is used.
+            gates: gates of the T-LoRAs in it.
         """
-        self.transformer, self._source, self._pipeline = transformer, source, None
+        self.transformer, self._source, self._gates, self._pipeline = transformer, source, gates, None
 
     def pipeline(self) -> Any:
         """Return the family's pipeline with the transformer, without encoders."""
@@ -115,15 +114,10 @@ class Sampler:
             update=lambda *_: self.base.timer.note_progress(detail=f", denoising step {next(steps)}/{total}")
         )
 
-    def current_step(self) -> tuple[Tensor, Tensor] | None:
-        """Return the timestep of the current sampling step and all timesteps; None outside of a sampling."""
-        return sampling_step(self._pipeline) if self._samples else None
-
     def generate(
         self, request: EditRequest, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield the request's images, each (1, C, H, W) about [-1, 1], with its record."""
-        assert self.sampling is not None
         seconds = self.base.timer.seconds
         seconds["encode_image"] = 0.0
         latents = self.encoder(request.raw, self.family.sampling_rules.negative_prompt(self.sampling))
@@ -154,7 +148,6 @@ class Sampler:
             seconds: by stage.
         """
         sampling = self.sampling
-        assert sampling is not None
         prompt, images = request.raw.prompts[row], request.raw.prompt_images[row]
         marks = [f"img{number:02d}", f"steps{sampling.num_inference_steps}"]
         marks += [] if sampling.guidance_scale is None else [f"g{sampling.guidance_scale:g}"]
@@ -203,13 +196,12 @@ class Sampler:
             **self.family.sampling_arguments(sampling, base.index | (self._source or base.source).pipeline_index()),
         }
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        pipeline, self._samples = self.pipeline(), True
+        pipeline = self.pipeline()
         pipeline.scheduler = sampling.scheduler(self._scheduler)
-        try:
-            with base.timer.stage("denoise"):
-                latents = pipeline.edit(controls, size, generator=generators, **arguments)
-        finally:
-            self._samples = False
+        with base.timer.stage("denoise"), ExitStack() as hooks:
+            for hook in mask_forwards(self.transformer, self._gates, lambda *_: sampling_step(pipeline)):
+                hooks.callback(hook.remove)
+            latents = pipeline.edit(controls, size, generator=generators, **arguments)
         with base.timer.stage("decode"):  # one by one: decoding takes much memory
             pixels = torch.cat([self.encoder.decode(one) for one in latents.split(1)])
         base.offload_to_cpu()

@@ -30,7 +30,6 @@ class Names(NamedTuple):
     @classmethod
     def of_run(cls, module: EditModule, run: RunFolder, model_name: str) -> "Names":
         """Name the last weights of a run, for commands in the folder where the run was started."""
-        assert module.adapter is not None
         folder = RunFolder(portable_path(str(run)))
         weights = str(folder.weights(module.adapter.folder, "last"))
         photo = str(folder.control) if run.control.is_file() else "PHOTO.png"
@@ -52,7 +51,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
     other = None if used is None else used.transformer_name_or_path
     transformer = public_name(module.base.transformer_name if other is None else other, names.model)
     chosen = {} if other is None else {"model.sampling.transformer_name_or_path": transformer}
-    scales = (1,) if module.objective is None else module.objective.scales
+    scales = module.objective.scales
     dial = {"lora_scale": list(scales)} if len(scales) > 1 else {}
     shift = {name: value for name, value in fixed.items() if name.startswith("shift") and value is not None}
     settings = {"prompt": prompt, **dial, **chosen, **sampling, **shift, "seed": seed or 0}
@@ -61,7 +60,6 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
         # Another transformer may come with its own pipeline, and so with its own scheduler.
         whole = other is not None and index_file(resolve_repository(other)) is not None
         own = public_name(module.base.name, names.model)
-        assert module.adapter is not None
         loading = module.adapter.loading_code(names.weights, module.pipeline_name)
         base = transformer if whole else own if loading else names.weights
         base = "assets/shapes" if base == "embedded" else base

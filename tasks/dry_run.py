@@ -28,6 +28,7 @@ from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
 from foundation.errors import UserError, count_of
 from lightning_modules.adapters.adapter import trainable
+from lightning_modules.blocks import streamed_blocks
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.flops import duration, empty_latents, matrix_peak, sample_flops
 from lightning_modules.estimation.memory import (
@@ -39,7 +40,6 @@ from lightning_modules.estimation.memory import (
     heaviest_batch,
 )
 from lightning_modules.execution.checkpointing import POLICIES
-from lightning_modules.execution.offload import streamed_blocks
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import component_origin, meta_component, stored_bytes
 from lightning_modules.pretrained.transformer import TransformerSource
@@ -83,7 +83,6 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
     check_samples(module, data)
     log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
     data.scan()
-    assert module.objective is not None
     module.objective.check_sizes(data.drawn_sizes)
     module.execution.check_data(data)
     run: Any = SimpleNamespace(datamodule=data, callbacks=callbacks)
@@ -192,9 +191,6 @@ def _against_this_machine(peak: int) -> str:
 def measure(module: EditModule, data: PairsDataModule, samples: bool) -> Footprint:
     """Estimate the footprint of training `module` on `data`, which has been scanned; whether it `samples` images."""
     base, adapter, optimizer = module.base, module.adapter, module.optimization.optimizer
-    assert adapter is not None
-    assert optimizer is not None
-    assert module.objective is not None
     passes, checkpointing = module.objective.passes(0), module.execution.checkpointing
     parts = {name: meta_component(base.components.repository, name, base.revision) for name in base.encoder_names}
     models = {name: part for name, part in parts.items() if part is not None}

@@ -15,7 +15,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.lifecycle import GracefulStop
-from callbacks.rank_schedule import RankMasks
 from cli.check_values import check_ranges
 from cli.placement import frozen_model, place_trainer
 from cli.terminal import log, silence_libraries
@@ -81,7 +80,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     note_unused_area(cfg, module)
     warn_of_other_base(module, files, [LoRAFile(file).header for file in files])
     silence_libraries()
-    callbacks = [ImageWriter(str(output_dir)), RankMasks(), GracefulStop()]
+    callbacks = [ImageWriter(str(output_dir)), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
     try:
         trainer.predict(module, datamodule=data, return_predictions=False)

@@ -39,7 +39,8 @@ def build_cache(cfg: DictConfig, data: CachedDataModule) -> Cache:
     Raises:
         UserError: the cache is in a bucket, and the task would read it.
     """
-    module = frozen_model(cfg, sampling=None)  # without sampling no transformer is loaded
+    module = frozen_model(cfg)
+    module.samples = False  # no transformer is loaded
     data.configure_for(module)
     cache = data.cache(module)
     if not cache.on_disk and cfg.task != "cache":

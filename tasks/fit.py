@@ -17,7 +17,6 @@ from callbacks import find_callback
 from callbacks.checkpointing import RaiseCheckpointing
 from callbacks.lifecycle import GracefulStop, SaveConfig, StartOfTraining, Watchdog
 from callbacks.metrics import Metrics
-from callbacks.rank_schedule import RankMasks
 from callbacks.trackio_logger import alert
 from callbacks.validation import Validation
 from cli.arguments import NOTIFY
@@ -80,7 +79,7 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
         check_samples(module, data)
         build_cache(cfg, data)
     first = [StartOfTraining(), Watchdog(cfg.watchdog_minutes)]
-    last = [RankMasks(), RaiseCheckpointing(), SaveConfig(run, settings, resolved), GracefulStop(run)]
+    last = [RaiseCheckpointing(), SaveConfig(run, settings, resolved), GracefulStop(run)]
     trainer: L.Trainer = instantiate(
         cfg.trainer, callbacks=[*first, *configured, *last], logger=loggers, default_root_dir=run.path
     )

@@ -23,7 +23,7 @@ from benchmarks.gpu import goals
 from benchmarks.gpu.parts import PARTS, Row, chosen
 from datamodules.shards.cache import Cache
 from foundation.catalogue import shipped_configuration
-from lightning_modules.execution.blocks import blocks
+from lightning_modules.blocks import blocks
 from report.tables import read_metrics
 from tests.support.commands import ROOT, run_code
 from tests.support.commands import compose as whole_config

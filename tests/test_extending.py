@@ -28,7 +28,7 @@ ADAPTER = '''
     class Biases(Adapter):
         folder = "biases"
 
-        def check(self, base, training):
+        def check(self, base, sharded, text_sees_images):
             pass
 
         def inject(self, transformer, layers):

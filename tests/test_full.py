@@ -9,7 +9,6 @@ from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 
 from foundation.errors import UserError
-from lightning_modules.adapters.adapter import Training
 from tests.lightning_modules.families.test_flux import raw_batch
 from tests.support.commands import compose, short
 from tests.support.objectives import losses
@@ -111,7 +110,7 @@ def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock, tmp_
         (
             "flux_kontext",
             ["model.offload.blocks=2", "model.gradient_checkpointing=true"],
-            "does not go with model.offload.blocks",
+            "Leave out model.offload.blocks",
         ),
         ("flux2_klein_4b", [], "stay frozen"),
         ("qwen_image_edit", [], "stay frozen"),
@@ -122,6 +121,6 @@ def test_base_that_cannot_train_is_told_before_anything_is_loaded(repositories, 
         built(repositories[model], f"model={model}", *FULL[:2], *more).check()
     module = built(repositories["flux_kontext"], *FULL[:2])
     with pytest.raises(UserError, match="adapter=full needs the whole model in each process"):
-        module.adapter.check(module.base, Training(None, sharded=True, text_sees_images=False))
+        module.adapter.check(module.base, sharded=True, text_sees_images=False)
     with pytest.raises(UserError, match=r"needs the prompts: give data\.root in place of data\.shards"):
         module.execution.check_data(SimpleNamespace(captions=lambda: ()))

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 
 from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from lightning_modules.adapters.gates import attach_rank_schedule
 from lightning_modules.lora_files.reading import LoRAFile
 from tasks.edit import lora_weights
 from tests.support.commands import compose

@@ -188,7 +188,7 @@ def test_edit_is_compared_with_the_first_reference_only(repositories, kinds, tmp
     draws = {data.choices.references(draw, 2): draw for draw in range(40)}
     read = data.reader(False, data.choices)
     for kept, draw in draws.items():
-        noised = module.flow.noised(read([(0, draw)]), 1.0, module.normalize)
+        noised = module.flow.noised(read([(0, draw)]))
         assert len(noised.controls) == len(kept)
         assert (noised.edited is not None) == (0 in kept)
         raw = PairDataset(data.training.views, data.sample_set.condition_images, data.choices)[0, draw]

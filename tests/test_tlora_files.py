@@ -10,7 +10,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from lightning_modules.adapters.rank_mask import attach_rank_schedule
+from lightning_modules.adapters.gates import attach_rank_schedule
 from tests.support.combinations import first
 from tests.support.commands import ROOT, compose
 from tests.support.pictures import pixels

@@ -4,42 +4,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foundation.errors import UserError, listing
-from lightning_modules.adapters.rank_mask import RankGate
+from lightning_modules.adapters.gates import RankGate
 from lightning_modules.family import ALIKE, Layers
 from lightning_modules.pretrained.frozen_base import FrozenBase
-
-
-class Training(NamedTuple):
-    """The setup that an adapter is trained with.
-
-    Attributes:
-        optimizer: called with the trainable parameters; None if unknown.
-        sharded: whether the transformer is split over several GPUs.
-        text_sees_images: whether the text encoders see the condition images.
-    """
-
-    optimizer: Callable[..., torch.optim.Optimizer] | None
-    sharded: bool
-    text_sees_images: bool
 
 
 class Adapter(ABC):
     """The trainable part of a pipeline, and its files.
 
     Attributes:
-        folder: of its weights, in the run's folder.
+        folder: name of its weights' folder in a run.
         dropout: share of a layer's inputs that it drops in training.
         trains_text_encoders: whether prompts are encoded in every step.
         trains_base: whether the transformer's own weights train, in float32; then only the newest are kept.
         is_linear: whether a layer's update is only a product of two projections, so that negating the first one's
             output negates the update, for single samples of a batch.
         adds_to_outputs: whether its updates are added to outputs of layers, whatever the base's weights.
+        has_own_rates: whether its parameters have different learning rates.
         rank_gate: the gate that masks its rank; None except for T-LoRA.
     """
 
@@ -49,11 +36,17 @@ class Adapter(ABC):
     trains_base: bool = False
     is_linear: bool = False
     adds_to_outputs: bool = True
+    has_own_rates: bool = False
     rank_gate: RankGate | None = None
 
     @abstractmethod
-    def check(self, base: FrozenBase, training: Training) -> None:
-        """Raise a UserError for a base or a setup that it cannot be trained with, before any weights are read."""
+    def check(self, base: FrozenBase, sharded: bool, text_sees_images: bool) -> None:
+        """Raise a UserError for a base or a setup that it cannot be trained with, before any weights are read.
+
+        Args:
+            sharded: whether the transformer is split over several GPUs.
+            text_sees_images: whether the text encoders see the condition images.
+        """
 
     @abstractmethod
     def inject(self, part: Any, layers: Layers = ALIKE) -> None:
@@ -75,7 +68,7 @@ class Adapter(ABC):
 
         Args:
             header: facts about their origin.
-            dtype: of a LoRA's file; a whole pipeline keeps the base's.
+            dtype: dtype of a LoRA's file; a whole pipeline keeps the base's.
         """
 
     def check_written(self, folder: Path, base: FrozenBase) -> str:
@@ -131,7 +124,7 @@ class TrainedParts:
     """A transformer and its text encoders, with their trainable parameters and their tensors in a checkpoint.
 
     Args:
-        adapter: the one injected into them.
+        adapter: the adapter that was injected into them.
         text_encoders: by their names in the repository.
     """
 
@@ -181,14 +174,3 @@ class TrainedParts:
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def require_own_rates(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-    """Raise a UserError for an optimizer without separate learning rates."""
-    made = optimizer([nn.Parameter(torch.ones(64, 64, device="cpu"))])
-    group = made.param_groups[0]
-    if group["lr"] is None or "d" in group:
-        raise UserError(
-            f"adapter.lr_pattern, adapter.lora_plus_ratio: {type(made).__name__} finds one learning rate for all "
-            "parameters. Choose another optimizer."
-        )

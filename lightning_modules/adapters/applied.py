@@ -11,9 +11,9 @@ from typing import Any
 from foundation.errors import UserError, listing
 from foundation.files import reading
 from lightning_modules.adapters.adapter import Adapter, trainable
+from lightning_modules.adapters.gates import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.lora import attach_magnitudes
 from lightning_modules.adapters.peft_layers import ADAPTER, activate, enable, without_adapters
-from lightning_modules.adapters.rank_mask import NOT_MERGED, RankGate, read_rank_gate
 from lightning_modules.adapters.targets import last_match, require_matches
 from lightning_modules.lora_files.compatibility import misread
 from lightning_modules.lora_files.delta import Delta, LowRank
@@ -29,11 +29,11 @@ class AppliedLoRAs:
 
     Args:
         files: their weights.
-        scales: of layers, by patterns of diffusers' layer names: the last match counts, else 1.
+        scales: factors of layers by patterns of diffusers' layer names; the last match counts, else 1.
         weights: strength of each file, which the other scales multiply; None for 1.
 
     Attributes:
-        rank_gates: of the T-LoRAs, once they are loaded.
+        rank_gates: gates of the T-LoRAs, once they are loaded.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The base of LoRA, LoKr, LoHa and OFT: deltas of a transformer's linear layers, trained next to frozen weights."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.errors import UserError, listing
-from lightning_modules.adapters.adapter import Adapter, Training, require_own_rates
+from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.peft_layers import ADAPTER, layer_of
 from lightning_modules.adapters.targets import last_match, require_matches, resolve_targets
 from lightning_modules.family import ALIKE, Layers
@@ -26,13 +27,13 @@ class DeltaAdapter(Adapter):
     """An adapter of linear layers.
 
     Args:
-        target_modules: of `resolve_targets`.
+        target_modules: as for `resolve_targets`.
         init_from: weights of the same kind to start from (a run's folder, a weights folder or a file).
         lr_pattern: factors of the learning rate by patterns of layers; the last match applies.
-        seed: of the random half of the weights.
+        seed: seed of the random half of the weights.
 
     Attributes:
-        kind: of its deltas, as `Delta.kind`.
+        kind: kind of its deltas, as `Delta.kind`.
         starts_from: kinds that `init_from` may have; empty: only its own.
     """
 
@@ -50,9 +51,10 @@ class DeltaAdapter(Adapter):
         self.target_modules = target_modules if isinstance(target_modules, str | None) else list(target_modules)
         self.init_from = None if init_from is None else find_or_download(init_from)
         self.lr_pattern = {str(key): value for key, value in (lr_pattern or {}).items()}
+        self.has_own_rates = bool(self.lr_pattern)
         self.seed = seed
 
-    def check(self, base: FrozenBase, training: Training) -> None:
+    def check(self, base: FrozenBase, sharded: bool, text_sees_images: bool) -> None:
         if self.init_from:
             file = LoRAFile(self.init_from)
             file.match(base.layer_names, base.name)
@@ -61,31 +63,71 @@ class DeltaAdapter(Adapter):
         targets = self.resolve_targets(transformer, base.family_class.layers)
         self.check_targets({name: transformer.get_submodule(name) for name in targets})
         require_matches("adapter.lr_pattern", self.lr_pattern, targets)
-        if training.optimizer is not None and self.has_own_rates:
-            require_own_rates(training.optimizer)
 
     def inject(self, transformer: nn.Module, layers: Layers = ALIKE) -> None:
         """Freeze the transformer and add trainable deltas to its targets, with initial weights drawn by the seed."""
         transformer.requires_grad_(False)
         if self.target_modules is None:
             self.target_modules = list(layers.targets)
+        targets = self.resolve_targets(transformer, layers)
         with torch.device("cpu"):
-            self.put(transformer, self.resolve_targets(transformer, layers))
+            self.put(transformer, targets)
         transformer.train()
         if self.init_from is not None:
-            self.load(transformer, LayerNames(transformer, layers.native))
+            file, names = LoRAFile(self.init_from), LayerNames(transformer, layers.native)
+            self.check_start(file)
+            deltas = file.read(names, type(transformer).__name__)
+            if different := [name for name in names.shapes if (name in deltas) != (name in targets)]:
+                raise UserError(
+                    f"adapter.init_from={file.path} adapts other layers than adapter.target_modules: "
+                    f"{listing(different)}"
+                )
+            self.load(transformer, file, deltas)
 
     @abstractmethod
     def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
         """Add initial deltas to layers, in float32."""
 
     @abstractmethod
-    def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        """Copy init_from's weights into the deltas, rescaled if their scale differs."""
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Any]) -> None:
+        """Copy the deltas of init_from's file into the trained ones, rescaled if their scale differs."""
 
     @abstractmethod
-    def deltas(self, transformer: nn.Module) -> Mapping[str, Delta]:
+    def layers(self, transformer: nn.Module) -> Mapping[str, Any]:
+        """Return the adapted layers by name."""
+
+    @abstractmethod
+    def delta(self, layer: Any) -> Delta:
+        """Return a layer's trained delta without the layer's scale and without gradient; all processes take part."""
+
+    @abstractmethod
+    def use(self, layer: Any, delta: Any) -> None:
+        """Compute with another delta; None ends it where `Adapter.in_dtype` does not."""
+
+    @torch.no_grad()
+    def deltas(self, transformer: nn.Module) -> dict[str, Delta]:
         """Copy each layer's trained delta to the CPU; all processes take part."""
+        return {
+            name: self.delta(layer).to(torch.float32, "cpu", copy=True).scaled(layer.scaling[ADAPTER])
+            for name, layer in self.layers(transformer).items()
+        }
+
+    @contextmanager
+    def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """Temporarily cast the weights as a loader does, with the scale in them as in the file."""
+        layers = self.layers(part).values()
+        scales = [layer.scaling[ADAPTER] for layer in layers]
+        deltas = [self.delta(layer).scaled(scale).to(dtype) for layer, scale in zip(layers, scales, strict=True)]
+        with super().in_dtype(part, dtype):
+            for layer, delta in zip(layers, deltas, strict=True):
+                layer.scaling[ADAPTER] = 1.0
+                self.use(layer, delta)
+            try:
+                yield
+            finally:
+                for layer, scale in zip(layers, scales, strict=True):
+                    layer.scaling[ADAPTER] = scale
+                    self.use(layer, None)
 
     def check_start(self, file: LoRAFile) -> None:
         """Raise a UserError if init_from has another kind of adapter."""
@@ -100,26 +142,8 @@ class DeltaAdapter(Adapter):
         """Return the names of the layers to adapt; raises UserError if a setting matches no linear layer."""
         return resolve_targets(transformer, layers, self.target_modules)
 
-    def read_start(self, adapted: Mapping[str, Any], names: LayerNames, transformer: str) -> dict[str, Delta]:
-        """Read the deltas of init_from; raises UserError if it adapts other layers than `adapted`."""
-        assert self.init_from is not None
-        file = LoRAFile(self.init_from)
-        self.check_start(file)
-        deltas = file.read(names, transformer)
-        if deltas.keys() != adapted.keys():
-            different = [name for name in names.shapes if (name in deltas) != (name in adapted)]
-            raise UserError(
-                f"adapter.init_from={file.path} adapts other layers than adapter.target_modules: {listing(different)}"
-            )
-        return deltas
-
     def tensors(self, part: nn.Module) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in part.state_dict().items() if f".{ADAPTER}." in name}
-
-    @property
-    def has_own_rates(self) -> bool:
-        """True if parameters have different learning rates."""
-        return bool(self.lr_pattern)
 
     def lr_factor(self, name: str) -> float:
         return last_match(self.lr_pattern, layer_of(name), 1.0)

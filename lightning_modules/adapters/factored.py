@@ -1,8 +1,7 @@
 """LoKr, LoHa and OFT: deltas that are not low-rank products, in layers of our own, trained in float32."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import ADAPTER, full_tensor, layer_of
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_entries
-from lightning_modules.lora_files.names import LayerNames
+from lightning_modules.lora_files.reading import LoRAFile
 
 
 class DeltaParameters(nn.Module):
@@ -65,7 +64,7 @@ class DeltaLinear(nn.Module, BaseTunerLayer):
         super().__init__()
         self.base_layer = base_layer
         self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
-        self.updates = nn.ModuleDict()
+        self.updates: Any = nn.ModuleDict()
         self.scaling: dict[str, float] = {}
         self._active_adapter: list[str] = []
 
@@ -74,19 +73,13 @@ class DeltaLinear(nn.Module, BaseTunerLayer):
         if adapter in self.scaling:
             self.scaling[adapter] = scale
 
-    def parameters_of(self, adapter: str) -> DeltaParameters:
-        """Return an adapter's parameters."""
-        found = self.updates[adapter]
-        assert isinstance(found, DeltaParameters)
-        return found
-
     def forward(self, x: Tensor) -> Tensor:
         if self._disable_adapters:
             return self.base_layer(x)
         layer = self.base_layer
         for name in self._active_adapter:
             if name in self.updates:
-                delta, scale = self.parameters_of(name).delta(), self.scaling[name]
+                delta, scale = self.updates[name].delta(), self.scaling[name]
                 layer = partial((delta if scale == 1 else delta.scaled(scale)).forward, layer)
         return layer(x)
 
@@ -102,15 +95,6 @@ def add_deltas(transformer: nn.Module, name: str, deltas: Mapping[str, Delta], s
         layer.updates[name] = DeltaParameters(delta).to(device)
         layer.scaling[name] = scale
         layer._active_adapter = [*layer._active_adapter, name]
-
-
-def delta_layers(transformer: nn.Module, adapter_name: str) -> dict[str, DeltaLinear]:
-    """Return the layers that have an adapter's deltas, by name."""
-    return {
-        layer_of(name): module
-        for name, module in transformer.named_modules()
-        if isinstance(module, DeltaLinear) and adapter_name in module.updates
-    }
 
 
 class Factored(DeltaAdapter):
@@ -135,40 +119,31 @@ class Factored(DeltaAdapter):
         add_deltas(transformer, ADAPTER, deltas, self.scale)
 
     @torch.no_grad()
-    def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        layers = delta_layers(transformer, ADAPTER)
-        deltas = self.read_start(layers, names, type(transformer).__name__)
-        for name, layer in layers.items():
-            parameters, delta = dict(layer.parameters_of(ADAPTER).named_parameters()), deltas[name]
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
+        for name, layer in self.layers(transformer).items():
+            parameters, delta = dict(layer.updates[ADAPTER].named_parameters()), deltas[name]
             shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, delta.tensors())]
             if isinstance(delta, LowRank) or delta.unwritable or shapes[0] != shapes[1]:
                 raise UserError(
                     f"adapter.init_from={self.init_from}: {name} is a {delta.kind} of {delta.size}, by the settings "
-                    f"a {self.kind} of {layer.parameters_of(ADAPTER).delta().size}"
+                    f"a {self.kind} of {layer.updates[ADAPTER].delta().size}"
                 )
             for key, tensor in delta.scaled(1 / self.scale).tensors().items():
                 parameters[key].copy_(tensor)
 
-    @contextmanager
-    def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Temporarily cast the weights as a loader does, with the scale in them as in the file."""
-        layers = delta_layers(part, ADAPTER).values()
-        deltas = [layer.parameters_of(ADAPTER).whole().scaled(self.scale).to(dtype) for layer in layers]
-        with super().in_dtype(part, dtype):
-            for layer, delta in zip(layers, deltas, strict=True):
-                layer.parameters_of(ADAPTER).use(delta)
-                layer.scaling[ADAPTER] = 1.0
-            try:
-                yield
-            finally:
-                for layer in layers:
-                    layer.scaling[ADAPTER] = self.scale
-
-    def deltas(self, transformer: nn.Module) -> dict[str, Delta]:
+    def layers(self, transformer: nn.Module) -> Mapping[str, DeltaLinear]:
         return {
-            name: layer.parameters_of(ADAPTER).whole().to(torch.float32, "cpu", copy=True).scaled(self.scale)
-            for name, layer in delta_layers(transformer, ADAPTER).items()
+            layer_of(name): module
+            for name, module in transformer.named_modules()
+            if isinstance(module, DeltaLinear) and ADAPTER in module.updates
         }
+
+    def delta(self, layer: DeltaLinear) -> Delta:
+        return layer.updates[ADAPTER].whole()
+
+    def use(self, layer: DeltaLinear, delta: Delta | None) -> None:
+        if delta is not None:
+            layer.updates[ADAPTER].use(delta)
 
     def metadata(self) -> dict[str, Any]:
         return {"kind": self.kind, **super().metadata()}
@@ -181,11 +156,11 @@ class LoKr(Factored):
     whole and zero, as in LyCORIS.
 
     Args:
-        rank: of w2; from half of w2's larger dimension on, w2 is whole.
+        rank: rank of w2; from half of w2's larger dimension on, w2 is whole.
         alpha: the delta is scaled by alpha / rank, unless full_matrix is set; None: rank.
         decompose_factor: dimensions of w1, as close as divisors of a layer's own allow; -1: the most even division.
         full_matrix: whether both are whole, whatever the rank.
-        settings: of `DeltaAdapter`.
+        settings: arguments of `DeltaAdapter`.
     """
 
     kind = "LoKr"
@@ -242,9 +217,9 @@ class LoHa(Factored):
     Initialized like LyCORIS: standard deviations of 0.1 and 1 in the first product, zero and 1 in the second.
 
     Args:
-        rank: of both products.
+        rank: rank of both products.
         alpha: the delta is scaled by alpha / rank; None: rank.
-        settings: of `DeltaAdapter`.
+        settings: arguments of `DeltaAdapter`.
     """
 
     kind = "LoHa"
@@ -272,7 +247,7 @@ class OFT(Factored):
 
     Args:
         block_size: inputs per block; it divides the inputs of each layer.
-        settings: of `DeltaAdapter`.
+        settings: arguments of `DeltaAdapter`.
     """
 
     kind = "OFT"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foundation.errors import UserError
 from foundation.files import replacing_folder
-from lightning_modules.adapters.adapter import Adapter, Training, trainable
+from lightning_modules.adapters.adapter import Adapter, trainable
 from lightning_modules.family import ALIKE, Family, Layers
 from lightning_modules.lora_files.writing import require_finite
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -32,15 +32,17 @@ class FullFineTuning(Adapter):
     def __init__(self, text_encoders: bool) -> None:
         self.trains_text_encoders = text_encoders
 
-    def check(self, base: FrozenBase, training: Training) -> None:
+    def check(self, base: FrozenBase, sharded: bool, text_sees_images: bool) -> None:
         problems = {
             "adapter=full: weights that train must not be quantized. Choose a bf16 model=.": (
                 base.source.quantization is not None or base.source.stored_format is not None
             ),
-            "trainer=fsdp trains adapters: adapter=full needs the whole model in each process": training.sharded,
+            "trainer=fsdp trains adapters: adapter=full needs the whole model in each process": sharded,
             "adapter=full copies the other parts from a whole pipeline. Leave out the files of text encoders and "
             "autoencoder": bool(base.components.files),
-            "adapter=full does not go with model.offload.blocks: offloaded blocks are frozen": base.source.streamed,
+            "adapter=full trains every block, and offloaded ones are frozen. Leave out model.offload.blocks": (
+                base.source.streamed
+            ),
         }
         if self.trains_text_encoders:
             encoders = "adapter.text_encoders=true: text encoders that"
@@ -49,7 +51,7 @@ class FullFineTuning(Adapter):
                 f"{encoders} train stay next to the transformer. Leave out model.devices.text_encoder": (
                     base.components.place("text_encoder") is not None
                 ),
-                f"{encoders} see the condition images stay frozen": training.text_sees_images,
+                f"{encoders} see the condition images stay frozen": text_sees_images,
                 f"{encoders} {base.family_class.__name__} uses stay frozen": (
                     base.family_class.encode_prompts is Family.encode_prompts
                 ),

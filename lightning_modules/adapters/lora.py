@@ -1,7 +1,6 @@
 """LoRA and DoRA: low-rank layers next to frozen ones, their initial and their trained weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,8 @@ from lightning_modules.adapters.peft_layers import (
     used_weight,
 )
 from lightning_modules.adapters.ranks import Ranks
-from lightning_modules.execution.blocks import compute_dtype, without_autocast
+from lightning_modules.blocks import compute_dtype, without_autocast
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.quantization.linear import QuantizedLinear
 
@@ -34,12 +32,12 @@ class LoRA(DeltaAdapter):
     """Low-rank updates of a transformer's linear layers (arXiv 2106.09685), trained in float32.
 
     Args:
-        rank, alpha, use_rslora, rank_pattern, alpha_pattern: of `Ranks`; alpha None: the rank.
+        rank, alpha, use_rslora, rank_pattern, alpha_pattern: arguments of `Ranks`; alpha None: the rank.
         dropout: share of the inputs that the update drops in training.
-        init_lora_weights: of peft: True draws the down projection as PyTorch does, `gaussian` from a normal
+        init_lora_weights: as in peft: True draws the down projection as PyTorch does, `gaussian` from a normal
             distribution of standard deviation 1 / rank; the up projection is zero.
         lora_plus_ratio: learning-rate ratio of the up to the down projections (LoRA+, arXiv 2402.12354); None: 1.
-        settings: of `DeltaAdapter`.
+        settings: arguments of `DeltaAdapter`.
 
     Attributes:
         width: neighbouring rows of the down projection that are one component.
@@ -70,6 +68,7 @@ class LoRA(DeltaAdapter):
         self.dropout = dropout
         self.init_lora_weights = init_lora_weights
         self.lora_plus_ratio = lora_plus_ratio
+        self.has_own_rates = self.has_own_rates or lora_plus_ratio is not None
 
     def check_targets(self, linears: Mapping[str, nn.Linear]) -> None:
         self.ranks.check({name: min(one.weight.shape) for name, one in linears.items()})
@@ -97,13 +96,10 @@ class LoRA(DeltaAdapter):
         """Replace peft's initial layers; LoRA keeps them."""
 
     @torch.no_grad()
-    def load(self, transformer: nn.Module, names: LayerNames) -> None:
-        assert self.init_from is not None
-        layers, trained = lora_layers(transformer, ADAPTER), Ranks.of_file(LoRAFile(self.init_from))
-        deltas = self.read_start(layers, names, type(transformer).__name__)
-        for name, layer in layers.items():
+    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, LowRank]) -> None:
+        trained = Ranks.of_file(file)
+        for name, layer in self.layers(transformer).items():
             delta, rank, own = deltas[name], self.ranks.rank_of(name), layer.scaling[ADAPTER]
-            assert isinstance(delta, LowRank)
             if delta.rank != rank * self.width:
                 raise UserError(
                     f"adapter.init_from={self.init_from}: {name} has rank {delta.rank // self.width}, here "
@@ -118,37 +114,15 @@ class LoRA(DeltaAdapter):
     def load_magnitude(self, layer: Any, delta: LowRank) -> None:
         """Copy a DoRA's magnitude."""
 
-    @contextmanager
-    def in_dtype(self, part: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Temporarily cast the weights; the scale is in the up projections, as in the file."""
-        layers = lora_layers(part, ADAPTER).values()
-        scales = [layer.scaling[ADAPTER] for layer in layers]
-        downs = [get_weight(layer.lora_A[ADAPTER]) for layer in layers]
-        ups = [get_weight(layer.lora_B[ADAPTER]) * scale for layer, scale in zip(layers, scales, strict=True)]
-        with super().in_dtype(part, dtype):
-            for layer, down, up in zip(layers, downs, ups, strict=True):
-                layer.scaling[ADAPTER] = 1.0
-                use_weight(layer.lora_A[ADAPTER], down.to(dtype))
-                use_weight(layer.lora_B[ADAPTER], up.to(dtype))
-            try:
-                yield
-            finally:
-                for layer, scale in zip(layers, scales, strict=True):
-                    layer.scaling[ADAPTER] = scale
-                    use_weight(layer.lora_A[ADAPTER], None)
-                    use_weight(layer.lora_B[ADAPTER], None)
+    def layers(self, transformer: nn.Module) -> Mapping[str, Any]:
+        return lora_layers(transformer, ADAPTER)
 
-    @torch.no_grad()
-    def deltas(self, transformer: nn.Module) -> dict[str, LowRank]:
-        found = {}
-        for name, layer in lora_layers(transformer, ADAPTER).items():
-            halves = (full_tensor(get_weight(half[ADAPTER])) for half in (layer.lora_A, layer.lora_B))
-            found[name] = LowRank(*(half.cpu().clone() for half in halves)).scaled(layer.scaling[ADAPTER])
-        return found
+    def delta(self, layer: Any) -> LowRank:
+        return LowRank(*(full_tensor(get_weight(half[ADAPTER])) for half in (layer.lora_A, layer.lora_B)))
 
-    @property
-    def has_own_rates(self) -> bool:
-        return super().has_own_rates or self.lora_plus_ratio is not None
+    def use(self, layer: Any, delta: LowRank | None) -> None:
+        use_weight(layer.lora_A[ADAPTER], None if delta is None else delta.down)
+        use_weight(layer.lora_B[ADAPTER], None if delta is None else delta.up)
 
     def lr_factor(self, name: str) -> float:
         ratio = self.lora_plus_ratio if ".lora_B." in name else None
@@ -223,12 +197,9 @@ class DoRA(LoRA):
         magnitude = row_norms(layer, ADAPTER) if delta.magnitude is None else delta.magnitude
         layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude)
 
-    def deltas(self, transformer: nn.Module) -> dict[str, LowRank]:
-        magnitudes = {
-            name: full_tensor(layer.lora_magnitude_vector[ADAPTER].weight.detach()).cpu().clone()
-            for name, layer in lora_layers(transformer, ADAPTER).items()
-        }
-        return {name: replace(delta, magnitude=magnitudes[name]) for name, delta in super().deltas(transformer).items()}
+    def delta(self, layer: Any) -> LowRank:
+        magnitude = full_tensor(layer.lora_magnitude_vector[ADAPTER].weight.detach())
+        return replace(super().delta(layer), magnitude=magnitude)
 
 
 class Magnitude(nn.Module):

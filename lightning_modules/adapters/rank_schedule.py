@@ -70,7 +70,7 @@ class RankSchedule:
         """(B,) timesteps in [0, 1000] -> (B, rank), True for active components; nothing waits for the GPU.
 
         Args:
-            timesteps: of any dtype.
+            timesteps: timesteps in any dtype.
             sampling_timesteps: (N,) all timesteps of the sampling; None in training.
         """
         left = NUM_TRAIN_TIMESTEPS - timesteps.float()

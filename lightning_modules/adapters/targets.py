@@ -14,7 +14,7 @@ def resolve_targets(transformer: nn.Module, layers: Layers, target_modules: Sequ
     """Return the names of the linear layers to adapt, in the transformer's order.
 
     Args:
-        layers: of the family.
+        layers: the family's layers.
         target_modules: endings of layer names (without `Layers.flattened` if there are others), a regular expression
             for the whole name, or `all-linear` (every linear layer except the family's `Layers.output` and
             `flattened`); None for the family's endings.

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundation.errors import UserError, listing
+from lightning_modules.adapters.gates import RankGate
 from lightning_modules.adapters.lora import LoRA
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
-from lightning_modules.adapters.rank_mask import RankGate
 from lightning_modules.adapters.rank_schedule import RankSchedule
 from lightning_modules.family import ALIKE, Layers
 
@@ -23,8 +23,8 @@ class TLoRA(LoRA):
     """A LoRA whose rank follows the timestep.
 
     Args:
-        min_rank, alpha_rank_scale, rank_schedule: of `RankSchedule`.
-        lora: of `LoRA`.
+        min_rank, alpha_rank_scale, rank_schedule: arguments of `RankSchedule`.
+        lora: arguments of `LoRA`.
     """
 
     rank_gate: RankGate
@@ -56,7 +56,7 @@ class TLoRA(LoRA):
     def loading_code(self, weights: str, pipeline_name: str) -> list[str]:
         return [
             *super().loading_code(weights, pipeline_name),
-            "from lightning_modules.adapters.rank_mask import attach_rank_schedule",
+            "from lightning_modules.adapters.gates import attach_rank_schedule",
             f"attach_rank_schedule(pipe, {weights!r})",
         ]
 

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
 from datamodules.images.resizing import Size
+from lightning_modules.execution.execution import Execution
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
-from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 # Share of the peak of matrix products that training reaches. FLUX Kontext at 1024 pixels with full checkpointing, on an
@@ -66,8 +66,7 @@ def step_flops(execution: Execution, transformer: Any, batch: LatentBatch, passe
         transformer: the transformer in float32 with its adapter; on the meta device, like the batch.
         passes: the passes of each sample; all but forward passes have gradients.
     """
-    assert batch.target_mean is not None
-    target, *controls = (latent.float() for latent in (batch.target_mean, *batch.controls))
+    target, *controls = (latent.float() for latent in (batch.known_target, *batch.controls))
     prompt = {name: tensor.float() for name, tensor in batch.prompt.items()}
     t = torch.empty(len(target), device="meta")
     with all_components(execution, len(target), "meta"), FlopCounterMode(display=False) as counter:

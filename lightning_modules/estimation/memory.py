@@ -21,9 +21,9 @@ from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
 from lightning_modules.estimation.flops import all_components, empty_latents
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
+from lightning_modules.execution.execution import Execution
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
-from lightning_modules.prepare import Execution
 from lightning_modules.pretrained.frozen_base import FrozenBase
 
 log = logging.getLogger("retouch")
@@ -166,9 +166,8 @@ class FakeStep:
         transformer = execution.adapted_meta_transformer()
         with self._mode, self._memory:
             self.transformer = fake_model(transformer, self.dtype).train()
-            assert batch.target_mean is not None
             self._x_t, self._eps, *self._controls = (
-                torch.empty(latent.shape) for latent in (batch.target_mean, batch.target_mean, *batch.controls)
+                torch.empty(latent.shape) for latent in (batch.known_target, batch.known_target, *batch.controls)
             )
             self._prompt = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.prompt.items()

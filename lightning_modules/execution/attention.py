@@ -67,7 +67,7 @@ def set_attention_backend(transformer: Any, name: str | None, device: torch.devi
     """Set the attention kernel of a diffusers model; raise a UserError if it cannot be used.
 
     Args:
-        name: of diffusers, or a key of `LIBRARIES`; None for PyTorch's fastest on the device.
+        name: a backend of diffusers, or a key of `LIBRARIES`; None for PyTorch's fastest on the device.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import UserError
+from lightning_modules.blocks import LastBlock, blocks, with_attribute
 from lightning_modules.execution.attention import keep_attention, keep_attention_compiled
-from lightning_modules.execution.blocks import LastBlock, blocks, with_attribute
 
 # In the order in which `auto` prefers them: of more recomputation and less memory. Of the blocks that are recomputed,
 # all but those of `full` keep attention.

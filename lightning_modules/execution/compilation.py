@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HOME
 
-from lightning_modules.execution.blocks import LastBlock, blocks
+from lightning_modules.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import recomputed, recomputed_blocks
 
 log = logging.getLogger("retouch")
@@ -85,7 +85,7 @@ class _Compiled:
     """A compiled forward; where compiling fails (no Triton, no C compiler, an old card), the eager one, with one note.
 
     Args:
-        forward: of a block, or a compiled one to compile in another way.
+        forward: a block's forward, or a compiled one to compile in another way.
         policy: what its graph recomputes.
     """
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from foundation.errors import UserError
-from lightning_modules.execution.blocks import blocks
+from lightning_modules.blocks import blocks
 
 
 class Sharded(ModelParallelStrategy):

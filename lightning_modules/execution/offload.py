@@ -1,10 +1,8 @@
 """Offloading to host memory: the weights of frozen blocks, and activations between forward and backward pass."""
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,10 +10,8 @@ import torch.cuda._pin_memory_utils
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foundation.errors import UserError
-from lightning_modules.execution.blocks import blocks
-
-log = logging.getLogger("retouch")
+from lightning_modules.pretrained.checks import note_once
+from lightning_modules.quantization.linear import QuantizedLinear
 
 # Byte alignment of tensors within a piece of host memory.
 ALIGNMENT = 256
@@ -25,18 +21,8 @@ LEAST = 2**20
 
 def all_weights(module: nn.Module) -> list[Tensor]:
     """Return a model's parameters and the other parts of its quantized layers."""
-    # QuantizedLinear has `parts`; importing it would be a cycle.
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "parts")]
+    layers = (layer for layer in module.modules() if isinstance(layer, QuantizedLinear))
     return [*module.parameters(), *(part for layer in layers for part in layer.parts())]
-
-
-def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
-    """Return `count` evenly spread blocks, copied while others compute; raise a UserError if there are fewer."""
-    names = list(found := blocks(transformer))
-    if not isinstance(count, int) or not 0 <= count <= len(names):
-        raise UserError(f"model.offload.blocks={count}: {type(transformer).__name__} has 0 to {len(names)}")
-    chosen = [names[index * len(names) // count] for index in range(count)]
-    return {name: found[name] for name in chosen}
 
 
 def streamed_linears(block: nn.Module) -> list[nn.Linear]:
@@ -114,17 +100,11 @@ class HostMemory:
         try:
             _register(self.piece, device)
         except RuntimeError as error:
-            _note(f"note: offloaded weights are copied more slowly: memory cannot be pinned: {error}")
+            note_once(f"offloaded weights are copied more slowly: memory cannot be pinned: {error}")
             with suppress(RuntimeError):  # CUDA reports the failure again to the next kernel
                 _launch_kernel(device)
         else:
             weakref.finalize(self, _unpin, self.piece, device)
-
-
-@cache
-def _note(text: str) -> None:
-    """Warn once: a model has many pieces."""
-    log.warning(text)
 
 
 def _register(memory: Tensor, device: torch.device) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import copy_to
-from lightning_modules.execution.blocks import blocks, target_tokens_only
+from lightning_modules.blocks import blocks, target_tokens_only
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def predict_target(transformer: Any, images: Sequence[Tensor], text_tokens: int 
 
     Args:
         text_tokens: text tokens before the images' in the last block's `hidden_states`.
-        arguments: of the transformer, besides the images' tokens.
+        arguments: arguments of the transformer besides the images' tokens.
     """
     *_, last_block = blocks(transformer).values()
     tokens = [pack(image) for image in images]
@@ -56,23 +56,25 @@ class LatentPipeline:
     """Mixin of diffusers pipelines: from latents to latents, whatever devices the components are on."""
 
     controls: list[Tensor]
+    transformer: Any
+    vae_scale_factor: int
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
         """Sample images of `size` (width, height), as latents (B, C, h, w).
 
         Args:
             controls: normalized latents (B, C, ...), any number, each of its own size.
-            arguments: of the stock pipeline.
+            arguments: arguments of the stock pipeline.
         """
         width, height = size
         self.controls = controls
         pipeline: Any = self
         made = pipeline(height=height, width=width, output_type="latent", **arguments).images
-        return unpack(self.last_tokens(made), height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor)
+        return self.unpacked(made, height // self.vae_scale_factor, width // self.vae_scale_factor)
 
-    def last_tokens(self, made: Tensor) -> Tensor:
-        """Return the tokens of the last step (B, N, 4C), from the pipeline's result."""
-        return made
+    def unpacked(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        """Return the pipeline's result as latents (B, C, height, width)."""
+        return unpack(tokens, height, width)
 
     def packed_controls(self) -> Tensor:
         """Return the controls' tokens (B, N, 4C)."""
@@ -81,5 +83,4 @@ class LatentPipeline:
     @property
     def _execution_device(self) -> torch.device:
         # The stock pipeline returns the device of its first component; ours may be on several.
-        pipeline: Any = self
-        return pipeline.transformer.device
+        return self.transformer.device

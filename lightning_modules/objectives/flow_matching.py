@@ -13,9 +13,9 @@ from torch import Tensor
 from datamodules.batch import LatentBatch, copy_to
 from datamodules.images.resizing import Size, has_edits
 from foundation.errors import UserError
+from lightning_modules.denoiser import Denoiser
 from lightning_modules.flow import Noised, area_weights, flow_loss, mean_over_positions
 from lightning_modules.objectives.objective import Objective, Passes
-from lightning_modules.prepare import Denoiser
 
 log = logging.getLogger("retouch")
 
@@ -99,7 +99,7 @@ class Preservation:
         outside: weight of the distance outside of the mask; without a mask, outside of the edited region. It is the
             mean over all positions, so that an edit of the whole image preserves nothing.
         prompts: further prompts, for which the model should behave as its base; "" is the empty prompt.
-        weight: of the distance for these prompts.
+        weight: weight of the distance for these prompts.
         every: optimizer steps from one use of `prompts` to the next.
     """
 
@@ -119,7 +119,7 @@ class Preservation:
 
     def outside_losses(self, velocity: Tensor, region: Tensor, noised: Noised, model: Denoiser) -> Tensor:
         """Return the weighted distance from the base (B,) outside of a region (B, 1, h, w) from 0 to 1."""
-        base = model.base(noised.x_t, noised.t, noised.controls, noised.prompt)
+        base = model.base(*noised.inputs)
         error = (velocity.float() - base.float()).square().mean(dim=1, keepdim=True)
         return self.outside * (error * (1 - region)).mean(dim=(1, 2, 3))
 
@@ -132,7 +132,7 @@ class Preservation:
         x0 = noised.x0
         if noised.edited is not None and noised.edited.shape == x0.shape:
             x0 = noised.edited
-        inputs = noised.x_t_of(x0), noised.t, noised.controls, batch.preserve_prompt
+        inputs = noised._replace(x0=x0, prompt=batch.preserve_prompt).inputs
         base = model.base(*inputs)
         return self.weight * flow_loss(model(*inputs), base)
 
@@ -148,7 +148,7 @@ class FlowMatchingObjective(Objective):
         mask: `outside`, the weight outside of a sample's mask; inside it is 1.
         edit_weight: `floor`, the weight where the edit changes nothing; the most changed position has weight 1, so that
             a small edit of a large image is not drowned. 1: no weights.
-        weighting: of t, a name in `WEIGHTINGS`.
+        weighting: weight of a sample by t, a name in `WEIGHTINGS`.
         contrastive_guidance: the scale s for guidance-distilled bases: the target is u + s (target - u), with the
             model's own velocity u for the empty prompt; 1 for none.
         preserve: distances from the base.
@@ -194,7 +194,7 @@ class FlowMatchingObjective(Objective):
 
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
         target = self._target(batch, noised, model)  # before activations are kept for the backward pass
-        velocity = model(noised.x_t, noised.t, noised.controls, noised.prompt)
+        velocity = model(*noised.inputs)
         error = self.loss(velocity.float() - target, noised.t).mean(dim=1, keepdim=True)
         losses = mean_over_positions(error, self._weights(batch, noised, error))
         if self.preserve.outside:
@@ -212,7 +212,7 @@ class FlowMatchingObjective(Objective):
         samples = len(batch.keys)
         empty = {name: one.expand(samples, *one.shape[1:]) for name, one in batch.empty_prompt.items()}
         with torch.no_grad():
-            unguided = model(noised.x_t, noised.t, noised.controls, empty).float()
+            unguided = model(*noised._replace(prompt=empty).inputs).float()
         # A sample whose caption is dropped teaches the velocity that others are guided away from.
         scale = torch.tensor(
             [1.0 if dropped else self.contrastive_guidance for dropped in batch.dropped or [False] * samples]

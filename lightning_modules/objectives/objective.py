@@ -1,6 +1,5 @@
 """The interface of objectives, which training steps minimize."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
+from lightning_modules.denoiser import Denoiser
 from lightning_modules.family import Family
 from lightning_modules.flow import Noised
-from lightning_modules.prepare import Denoiser
 
 
 class Passes(NamedTuple):
@@ -31,12 +30,12 @@ class Passes(NamedTuple):
 ONE = Passes()
 
 
-class Objective(ABC):
+class Objective:
     """A loss of each sample.
 
     Attributes:
         name: as recorded in a LoRA's file.
-        scales: of the LoRA, at which sample images show the result.
+        scales: LoRA scales at which sample images show the result.
         needs_base: whether it uses the base's velocity.
         compares: the setting that compares two predictions of the model, for which dropout would differ; else empty.
         needs_empty_prompt: whether batches must contain the empty prompt's conditioning.
@@ -75,7 +74,6 @@ class Objective(ABC):
         """Raise a UserError for samples of sizes that it cannot learn from, before training."""
         return
 
-    @abstractmethod
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
         """Return each sample's loss (B,), multiplied by its weight.
 
@@ -85,6 +83,7 @@ class Objective(ABC):
             noised: the batch at its timesteps.
             step: index of the current optimizer step, from 0.
         """
+        raise NotImplementedError
 
     def passes(self, step: int) -> Passes:
         """Return the passes of each sample through the transformer; no step has more than step 0."""

@@ -9,9 +9,9 @@ from datamodules.batch import LatentBatch
 from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
 from foundation.errors import UserError, listing
-from lightning_modules.flow import Noised, area_weights, mean_over_positions, velocity_target
+from lightning_modules.denoiser import Denoiser
+from lightning_modules.flow import Noised, area_weights, mean_over_positions
 from lightning_modules.objectives.objective import Objective, Passes
-from lightning_modules.prepare import Denoiser
 
 
 def _require_rejected(keys: list[str]) -> None:
@@ -49,16 +49,16 @@ class PreferenceObjective(Objective):
 
     def losses(self, batch: LatentBatch, noised: Noised, model: Denoiser, step: int) -> Tensor:
         assert noised.rejected is not None
-        target, rejected = (self._gain(x0, batch, noised, model) for x0 in (noised.x0, noised.rejected))
+        target, rejected = (self._gain(batch, noised._replace(x0=x0), model) for x0 in (noised.x0, noised.rejected))
         losses = -F.logsigmoid(-self.beta / 2 * (target - rejected))
         return losses if batch.weights is None else losses * batch.weights
 
-    def _gain(self, x0: Tensor, batch: LatentBatch, noised: Noised, model: Denoiser) -> Tensor:
-        """Return the difference of the model's error for x0 from the base's, (B,)."""
-        inputs = noised.x_t_of(x0), noised.t, noised.controls, noised.prompt
+    def _gain(self, batch: LatentBatch, noised: Noised, model: Denoiser) -> Tensor:
+        """Return the difference of the model's error from the base's, (B,)."""
+        inputs = noised.inputs
         velocity, base = model(*inputs).float(), model.base(*inputs).float()
         # (v - u)^2 - (v0 - u)^2 as a product: the difference would cancel, and leave rounding to multiply by beta.
-        gain = (velocity - base) * (velocity + base - 2 * velocity_target(x0, noised.eps))
+        gain = (velocity - base) * (velocity + base - 2 * noised.velocity)
         gain = gain.mean(dim=1, keepdim=True)
         return mean_over_positions(gain, None if batch.mask is None else area_weights(batch.mask, gain))
 

@@ -11,10 +11,10 @@ from datamodules.images.resizing import Size
 from datamodules.images.samples import Sample
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
+from lightning_modules.denoiser import Denoiser
 from lightning_modules.family import Family
 from lightning_modules.flow import Noised, mix
 from lightning_modules.objectives.flow_matching import FlowMatchingObjective
-from lightning_modules.prepare import Denoiser
 
 # Separates a draw's direction from the rest of its randomness.
 DIRECTION = 0x736C6964
@@ -24,7 +24,7 @@ class SliderObjective(FlowMatchingObjective):
     """Half of the draws learn control -> target at LoRA scale 1, the others target -> control at scale -1.
 
     Args:
-        seed: of the directions.
+        seed: seed of the directions.
         flow_matching: arguments of `FlowMatchingObjective`.
     """
 

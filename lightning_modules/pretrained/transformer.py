@@ -12,7 +12,7 @@ import torch
 from foundation.catalogue import shipped_configuration
 from foundation.errors import UserError
 from foundation.hub import repository_file
-from lightning_modules.execution.offload import streamed_blocks
+from lightning_modules.blocks import streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained import checks

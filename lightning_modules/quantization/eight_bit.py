@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.files import reason
-from lightning_modules.execution.blocks import without_autocast
+from lightning_modules.blocks import without_autocast
 from lightning_modules.quantization.linear import (
     PIECE,
     SCALED,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from foundation.errors import UserError, listing
 from foundation.files import reason
-from lightning_modules.execution.blocks import compute_dtype
+from lightning_modules.blocks import compute_dtype
 
 log = logging.getLogger("retouch")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from foundation.errors import UserError
 from foundation.files import reason
-from lightning_modules.execution.blocks import without_autocast
+from lightning_modules.blocks import without_autocast
 from lightning_modules.quantization.eight_bit import FP8, INT8, quantize_rotated
 from lightning_modules.quantization.four_bit import FP4, NF4
 

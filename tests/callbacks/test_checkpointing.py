@@ -15,7 +15,7 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation import memory
 from lightning_modules.estimation.memory import USABLE, choose_policy
 from lightning_modules.execution import checkpointing
-from lightning_modules.prepare import Execution
+from lightning_modules.execution.execution import Execution
 from tests.support.commands import compose, lora_bytes, short
 
 
@@ -35,7 +35,8 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, runs, tiny, pairs, tmp_p
     monkeypatch.setattr(memory.FakeStep, "peak", lambda step, p: peaks.setdefault(p, peak(step, p)))
     monkeypatch.setattr(Execution, "searches_checkpointing", True)
     monkeypatch.setattr(
-        "lightning_modules.prepare.set_checkpointing", lambda *args: chosen.append(args[1]) or of_blocks(*args)
+        "lightning_modules.execution.execution.set_checkpointing",
+        lambda *args: chosen.append(args[1]) or of_blocks(*args),
     )
 
     def with_room_for(free, elsewhere=1e12):

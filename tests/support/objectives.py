@@ -44,8 +44,7 @@ def latent_batch(draws, rejected=False, masked=False):
 
 def noised(module, latents):
     """Add noise at the timesteps of the batch's draws."""
-    shift = module.base.dynamic_shift(module.geometry.target_tokens(latents))
-    return module.flow.noised(latents, shift, module.normalize)
+    return module.flow.noised(latents)
 
 
 def losses(module, latents, step=0):

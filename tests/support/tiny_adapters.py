@@ -6,7 +6,6 @@ from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
 
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.rank_mask import mask_forwards
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import compose
 from tests.support.other_adapters import OTHERS
@@ -25,8 +24,6 @@ def build(tiny, adapter, *more, dtype="float32"):
         max_sequence_length=16,
     )
     module.configure_model()
-    if module.rank_gates:
-        mask_forwards(module.transformer, module.rank_gates, lambda *_: module.sampler.current_step())
     return module
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_modules.families.flux2.denoise import flux2_image_ids
-from lightning_modules.families.patches import LatentPipeline
+from lightning_modules.families.patches import LatentPipeline, unpack
 
 
 class LatentReferences(LatentPipeline):
@@ -27,8 +27,8 @@ class LatentReferences(LatentPipeline):
 class LatentKlein(LatentReferences):
     """Mixin of Flux2KleinPipeline, which returns latents unnormalized, so the tokens of the last step are kept."""
 
-    def last_tokens(self, made: Tensor) -> Tensor:
-        return self._last
+    def unpacked(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        return unpack(self._last, height, width)
 
     def _unpack_latents_with_ids(self, x: Tensor, *args: Any) -> Tensor:
         self._last = x

@@ -68,9 +68,9 @@ class Krea2(QwenLatents):
     """Krea 2, text to image; by a scheme with any number of references, seen by text encoder and transformer, or none.
 
     Args:
-        edit_scheme: of `SCHEMES`; None for text to image only.
+        edit_scheme: a name in `SCHEMES`; None for text to image only.
         condition_image_size: pixels that references are resized to for the text encoder, keeping their proportions.
-        settings: of `EditModule`.
+        settings: arguments of `EditModule`.
     """
 
     pipeline_name = "Krea2Pipeline"

@@ -12,8 +12,6 @@ from lightning_modules.families.patches import LatentPipeline
 class LatentKrea2(LatentPipeline):
     """Mixin of Krea2Pipeline: references, as latents, are added to each call of its transformer."""
 
-    transformer: Any
-    vae_scale_factor: int
     scheme: EditScheme = SCHEMES["after"]
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:

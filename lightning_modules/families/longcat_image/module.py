@@ -55,7 +55,7 @@ class LongCatImageEdit(EditModule):
     Args:
         vae_image_size: pixels that the condition image is resized to for the autoencoder, keeping its proportions; the
             text encoder sees that image at half its width and height.
-        settings: of `EditModule`.
+        settings: arguments of `EditModule`.
     """
 
     pipeline_name = "LongCatImageEditPipeline"

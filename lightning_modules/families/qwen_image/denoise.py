@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.execution.blocks import compute_dtype
+from lightning_modules.blocks import compute_dtype
 from lightning_modules.families.patches import padding_mask, predict_target
 
 

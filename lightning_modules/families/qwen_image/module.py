@@ -49,7 +49,7 @@ class QwenImage(QwenLatents):
     """Qwen-Image and Qwen-Image-2512: text to image.
 
     Attributes:
-        most_text_tokens: of a prompt, with the end of its template; None: any number, as tokens of images are included.
+        most_text_tokens: limit of a prompt with the end of its template; None for no limit, as images' tokens count.
     """
 
     pipeline_name = "QwenImagePipeline"
@@ -104,7 +104,7 @@ class QwenImageEdit(QwenImage):
         vae_image_size: pixels that condition images are resized to for the autoencoder, keeping their proportions;
             None for their own size.
         condition_image_size: pixels for the text encoder.
-        settings: of `EditModule`.
+        settings: arguments of `EditModule`.
     """
 
     pipeline_name = "QwenImageEditPipeline"
@@ -120,17 +120,18 @@ class QwenImageEdit(QwenImage):
             raise UserError(
                 "model.condition_image_size=null: the text encoder sees each image. Set a number of pixels."
             )
+        self.condition_image_size = condition_image_size
         self.condition_images = ConditionImages(self.most_condition_images, 1, vae_image_size, condition_image_size)
 
     def encoding_settings(self) -> dict[str, Any]:
-        sizes = self.condition_images
-        return {"vae_image_size": sizes.vae_image_size, "condition_image_size": sizes.condition_image_size}
+        return {
+            "vae_image_size": self.condition_images.vae_image_size,
+            "condition_image_size": self.condition_image_size,
+        }
 
     def text_length(self, prompt: str, images: list[tuple[int, int]]) -> int:
         """Return the length of the text and, for images, one token for 28x28 pixels, with a few words between them."""
-        area = self.condition_images.condition_image_size
-        assert area is not None
-        seen = [size_of_area(*image, area) for image in images]
+        seen = [size_of_area(*image, self.condition_image_size) for image in images]
         tokens = sum(round(width / 28) * round(height / 28) + 8 for width, height in seen)
         return super().text_length(prompt, images) + tokens
 

@@ -27,11 +27,9 @@ class LatentControls(LatentPipeline):
     """Mixin of the edit pipelines: condition images that are encoded already."""
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
-        pipeline: Any = self
-        width, height = size
-        target = height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor
+        target = [side // self.vae_scale_factor for side in reversed(size)]
         shapes = image_shapes([target, *(control.shape[-2:] for control in controls)], len(arguments["generator"]))
-        with replaced_shapes(pipeline.transformer, shapes):
+        with replaced_shapes(self.transformer, shapes):
             stand_in = [Image.new("RGB", (1, 1))]  # for the controls
             return super().edit(controls, size, image=stand_in, **arguments)
 

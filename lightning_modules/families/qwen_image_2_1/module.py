@@ -37,7 +37,7 @@ class QwenImage21(QwenLatents):
 
     Args:
         output_resolution: as in the pipeline, the side of the square whose area condition images are resized to.
-        settings: of `EditModule`.
+        settings: arguments of `EditModule`.
     """
 
     pipeline_name = "QwenImage21Pipeline"

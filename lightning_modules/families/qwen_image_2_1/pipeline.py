@@ -31,16 +31,14 @@ class LatentSequence(LatentPipeline):
         super().__init__(scheduler, vae, text_encoder, processor, transformer, sample_sigmas)  # type: ignore[call-arg]
 
     def edit(self, controls: list[Tensor], size: tuple[int, int], **arguments: Any) -> Tensor:
-        pipeline: Any = self
-        self.controls = controls
         # In the order in which the pipeline encodes prompts.
         names = ("image_pad_mask", "negative_image_pad_mask")
         self._masks = [arguments.pop(name) for name in names if name in arguments]
-        width, height = size
-        target = torch.empty(0, 0, height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor)
-        with replaced_shapes(pipeline.transformer, latent_shapes([*controls, target])):
-            made = pipeline(height=height, width=width, output_type="latent", **arguments).images
-        return target_latents(made, *target.shape[-2:])
+        target = torch.empty(0, 0, *(side // self.vae_scale_factor for side in reversed(size)))
+        with replaced_shapes(self.transformer, latent_shapes([*controls, target])):
+            return super().edit(controls, size, **arguments)
+
+    unpacked = staticmethod(target_latents)
 
     def encode_prompt(self, prompt_embeds: Tensor, **others: Any) -> tuple[Tensor, None, Tensor]:
         return prompt_embeds, None, self._masks.pop(0)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.execution.blocks import compute_dtype
+from lightning_modules.blocks import compute_dtype
 
 
 def real_tokens(embeds: Tensor, mask: Tensor | None) -> list[Tensor]:

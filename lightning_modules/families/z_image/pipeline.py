@@ -16,6 +16,7 @@ class LatentZImage(LatentPipeline):
             mask = arguments.pop(f"{name}_mask", None)
             if name in arguments:
                 arguments[name] = real_tokens(arguments[name], mask)
-        width, height = size
-        pipeline: Any = self
-        return pipeline(height=height, width=width, output_type="latent", **arguments).images
+        return super().edit(controls, size, **arguments)
+
+    def unpacked(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        return tokens

@@ -11,7 +11,7 @@ from torch import nn
 
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.factored import OFT, LoHa, LoKr, delta_layers, factor_pair
+from lightning_modules.adapters.factored import OFT, LoHa, LoKr, factor_pair
 from lightning_modules.adapters.peft_layers import ADAPTER
 from tests.support.combinations import first
 from tests.support.other_adapters import KINDS
@@ -95,7 +95,7 @@ def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updat
     module = build(tiny, adapter, *BASES.get(base, ()), dtype="float32" if base == "float32" else "bfloat16")
     t = torch.tensor([0.2, 0.7])
     x_t, controls, prompt = batch(2)
-    for layer in delta_layers(module.transformer, ADAPTER).values():
+    for layer in module.adapter.layers(module.transformer).values():
         # Plain layers round once more, before the bias, where rows do not follow each other; those that turned do.
         layer.base_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
     with torch.autocast("cpu", torch.bfloat16, enabled=base != "float32"):

@@ -10,8 +10,8 @@ from hydra.utils import instantiate
 from peft import LoraConfig
 
 from foundation.errors import UserError
+from lightning_modules.adapters.gates import RankGate, attach_rank_schedule
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
-from lightning_modules.adapters.rank_mask import RankGate, attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write

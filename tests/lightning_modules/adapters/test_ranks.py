@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.optimizers import create_loraplus_optimizer
 
 from foundation.errors import UserError
-from lightning_modules.adapters.adapter import TrainedParts, Training, trainable
+from lightning_modules.adapters.adapter import TrainedParts, trainable
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
@@ -27,8 +27,7 @@ PATTERNS = [
 
 def check(tiny, *settings):
     """Check the adapter as before a run, without weights."""
-    module = build_unloaded(tiny, *settings)
-    module.adapter.check(module.base, Training(module.optimization.optimizer, False, False))
+    build_unloaded(tiny, *settings).check()
 
 
 def build_unloaded(tiny, *settings):

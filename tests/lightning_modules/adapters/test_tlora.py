@@ -7,10 +7,10 @@ from diffusers import FluxKontextPipeline
 
 from datamodules.batch import LatentBatch
 from foundation.errors import UserError
+from lightning_modules.adapters.gates import attach_rank_schedule
 from lightning_modules.adapters.peft_layers import ADAPTER
-from lightning_modules.adapters.rank_mask import attach_rank_schedule
 from lightning_modules.adapters.rank_schedule import RankSchedule
-from lightning_modules.execution.blocks import trim_last_block
+from lightning_modules.blocks import trim_last_block
 from tests.support.tiny_adapters import (
     ADAPTERS,
     LAYER,

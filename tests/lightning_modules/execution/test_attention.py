@@ -9,9 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_modules.blocks import blocks
 from lightning_modules.execution import attention
 from lightning_modules.execution.attention import CUDNN_FIRST, DenseGradient
-from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.checkpointing import set_checkpointing
 from lightning_modules.execution.compilation import compile_blocks
 from tests.support.steps import family, inputs, made, step, with_a_block_of_each_kind

@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.execution.blocks import LastBlock, blocks
+from lightning_modules.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from tests.support.commands import compose
 from tests.support.steps import BASES, assert_same, family, inputs, made, step

@@ -5,8 +5,8 @@ import torch
 from hydra.utils import instantiate
 
 from foundation.errors import UserError
+from lightning_modules.blocks import blocks
 from lightning_modules.execution import offload
-from lightning_modules.execution.blocks import blocks
 from lightning_modules.execution.offload import HostMemory, streamed_linears
 from lightning_modules.pretrained.components import Components
 from lightning_modules.quantization.quantization import Quantization

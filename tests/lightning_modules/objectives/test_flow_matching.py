@@ -14,8 +14,6 @@ from lightning_modules.flow import FlowMatching, TimestepLaw
 from tests.support.commands import compose
 from tests.support.objectives import EVERYTHING
 
-FLOW = FlowMatching(TimestepLaw("uniform", 0.0, 1.0, None), "sample", seed=3)
-
 
 class TwoNumbers:
     """A model whose velocity is a x_t + b (the mean of the text) + control; its base has other numbers."""
@@ -34,6 +32,9 @@ class TwoNumbers:
 
 def normalize(latents):
     return (latents - 0.1) * 2
+
+
+FLOW = FlowMatching(TimestepLaw("uniform", 0.0, 1.0, None), "sample", 3, normalize, lambda batch: 1.0)
 
 
 def objective(*overrides):
@@ -67,13 +68,13 @@ def row(batch, number):
 
 
 def losses(one, batch, model=None, step=0):
-    return one.losses(batch, FLOW.noised(batch, 1.0, normalize), model or TwoNumbers(), step)
+    return one.losses(batch, FLOW.noised(batch), model or TwoNumbers(), step)
 
 
 @pytest.mark.parametrize("mask", [True, False])
 def test_everything_at_once_is_the_formula_and_so_are_its_gradients(mask):
     batch, model, mine = make_batch(mask=mask, weights=True), TwoNumbers(), TwoNumbers()
-    noised = FLOW.noised(batch, 1.0, normalize)
+    noised = FLOW.noised(batch)
     one = objective(*EVERYTHING)
     total = losses(one, batch, model)
     total.sum().backward()
@@ -120,7 +121,7 @@ def test_a_batch_gives_what_its_samples_give_alone(mask):
 
 def test_contrastive_guidance_leaves_samples_without_their_caption_alone():
     batch = replace(make_batch(mask=False), dropped=[True, False, True])
-    noised = FlowMatching(FLOW.timesteps, "sample", FLOW.seed).noised(batch, 1.0, normalize)
+    noised = FLOW.noised(batch)
     plain, guided = (
         objective(f"objective.contrastive_guidance={scale}").losses(batch, noised, TwoNumbers(), 0) for scale in (1, 3)
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from lightning_modules.execution.blocks import trim_last_block
+from lightning_modules.blocks import trim_last_block
 from tests.support.combinations import first
 from tests.support.objectives import gradients, latent_batch
 from tests.support.steps import assert_same, made, with_a_block_of_each_kind

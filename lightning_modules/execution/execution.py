@@ -1,9 +1,8 @@
-"""A transformer ready to compute, in order: load, quantize, inject the adapter, compile; and its velocities."""
+"""A transformer ready to compute, in order: load, quantize, inject the adapter, compile."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,13 @@ from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
-from lightning_modules.adapters.peft_layers import ADAPTER, cast_inputs, without_adapters
-from lightning_modules.adapters.rank_mask import Gate, RankGate
-from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS
+from lightning_modules.adapters.gates import Gate, RankGate
+from lightning_modules.adapters.peft_layers import cast_inputs
+from lightning_modules.blocks import cast_inputs_once, streamed_blocks, trim_last_block
 from lightning_modules.execution.attention import check_attention_backend, set_attention_backend
-from lightning_modules.execution.blocks import cast_inputs_once, compute_dtype, trim_last_block
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
 from lightning_modules.execution.compilation import compile_blocks, compiles
-from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights, streamed_blocks
+from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights
 from lightning_modules.family import Family
 from lightning_modules.pretrained.checks import note_once
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -33,10 +31,11 @@ class Execution:
     """Execution of a base's transformer, in training and in prediction.
 
     Args:
-        adapter: the trained one; None in prediction.
+        adapter: the adapter to train; None in prediction.
 
     Attributes:
-        training_adapter: another one, frozen, while it trains.
+        trains: whether there is an adapter; without one, the attribute `adapter` is not set.
+        training_adapter: a frozen LoRA that is active in training steps.
         direction: multiplies the update of single samples by a sign; None until `Denoiser.turned` is used.
         compiles: whether blocks are compiled.
     """
@@ -44,7 +43,9 @@ class Execution:
     def __init__(self, family: Family, base: FrozenBase, settings: ModelSettings, adapter: Adapter | None) -> None:
         self.family = family
         self.base = base
-        self.trained_adapter = adapter
+        self.trains = adapter is not None
+        if adapter is not None:
+            self.adapter = adapter
         trains_with = None if adapter is None else settings.training_adapter
         self.training_adapter = None if trains_with is None else TrainingAdapter(trains_with)
         self.checkpointing = read_policy(settings.gradient_checkpointing)
@@ -56,38 +57,33 @@ class Execution:
         self.direction: Gate | None = None
         self._activations: ActivationOffload | None = None
 
-    @property
-    def adapter(self) -> Adapter:
-        """The adapter, in training."""
-        assert self.trained_adapter is not None
-        return self.trained_adapter
-
     def check(self, sharded: bool) -> None:
         """Raise a UserError for incompatible settings.
 
         Args:
             sharded: whether the transformer is split over several GPUs.
         """
-        trains, recomputes = self.trained_adapter is not None, self.checkpointing in ("full", "auto")
-        check_attention_backend(self.attention_backend, trains)
-        if trains and sharded and self.offload["blocks"]:
+        check_attention_backend(self.attention_backend, self.trains)
+        if not self.trains:
+            return
+        recomputes = self.checkpointing in ("full", "auto")
+        if sharded and self.offload["blocks"]:
             raise UserError("model.offload.blocks: trainer=fsdp splits the blocks instead. Leave one of the two out.")
-        if trains and sharded and self.offload["activations"] and not recomputes:
+        if sharded and self.offload["activations"] and not recomputes:
             raise UserError(
                 "model.offload.activations with trainer=fsdp needs model.gradient_checkpointing=full, else the weights "
                 "gathered for a step would be offloaded as well"
             )
-        if trains and self.offload["blocks"] and not recomputes:
+        if self.offload["blocks"] and not recomputes:
             raise UserError("model.offload.blocks needs model.gradient_checkpointing=full: it frees a block's copy")
-        if self.trained_adapter is not None and self.training_adapter is not None:
-            self.training_adapter.check(self.base, self.trained_adapter)
-        elif trains:
+        if self.training_adapter is not None:
+            self.training_adapter.check(self.base, self.adapter)
+        else:
             self.base.note_distilled()
 
     def check_data(self, data: PairsDataModule) -> None:
         """Raise a UserError for data that the adapter cannot train on; note a base that does not know such images."""
-        texts = self.trained_adapter is not None and self.trained_adapter.trains_text_encoders
-        if texts and not data.training.captions:
+        if self.adapter.trains_text_encoders and not data.training.captions:
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
         if self.base.name == EMBEDDED and data.roots not in ([], ["drawn shapes"]):
             note_once("model=embedded knows drawings only, to see that your data works. Choose another for photographs")
@@ -96,7 +92,7 @@ class Execution:
         """Load the transformer with its adapter, ready to train.
 
         Args:
-            mesh: of the GPUs that it is split over; None if each process has the whole transformer.
+            mesh: the GPUs that it is split over; None if each process has the whole transformer.
             data: to compile for; None if unknown.
             passes: forward and backward passes of the run.
         """
@@ -150,27 +146,23 @@ class Execution:
         Raises:
             UserError: this machine or these weights do not support it.
         """
-        self.stream_blocks(transformer)
+        if self.offload["blocks"]:  # they move to the device when they compute, everything else now
+            blocks = streamed_blocks(transformer, self.offload["blocks"])
+            BlockStream(list(blocks.values()), self.base.device)
+            transformer.to(self.base.device)
         # Positions are plain attributes of diffusers' modules, which .to() does not move: each forward would copy them,
         # and wait for the GPU.
         for module in transformer.modules():
             tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
             vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
         set_attention_backend(transformer, self.attention_backend, self.base.device)
-        if self.trained_adapter is None and compiles(self.compile, self.base.device, passes=0):
+        if not self.trains and compiles(self.compile, self.base.device, passes=0):
             compile_blocks(transformer, None)
-
-    def stream_blocks(self, transformer: Any) -> None:
-        """Make the offloaded blocks move to the device when they compute; adapters must be in place."""
-        if self.offload["blocks"]:
-            blocks = streamed_blocks(transformer, self.offload["blocks"])
-            BlockStream(list(blocks.values()), self.base.device)
-            transformer.to(self.base.device)  # everything else
 
     @property
     def rank_gates(self) -> list[RankGate]:
         """The rank gates of the trained adapter, if it is a T-LoRA."""
-        gate = None if self.trained_adapter is None else self.trained_adapter.rank_gate
+        gate = self.adapter.rank_gate if self.trains else None
         return [] if gate is None else [gate]
 
     @property
@@ -207,36 +199,3 @@ class Execution:
         left_out = nullcontext() if self.training_adapter is None else self.training_adapter.left_out()
         with self.without_compiling(), left_out:
             yield
-
-
-@dataclass(eq=False)
-class Denoiser:
-    """Velocities (B, C, h, w) at t (B,), from x_t (B, C, h, w) and normalized controls, as `Family.velocity`."""
-
-    family: Family
-    execution: Execution
-
-    def __call__(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
-        """Predict the velocity with the adapter applied; a T-LoRA has the rank of each sample's t."""
-        gates = self.execution.rank_gates
-        for gate in gates:
-            gate.open(t * NUM_TRAIN_TIMESTEPS, None, compute_dtype(x_t))
-        try:
-            with self.execution.saved_tensors():
-                return self.family.velocity(self.family.transformer, x_t, t, controls, prompt)
-        finally:
-            for gate in gates:
-                gate.factors = None
-
-    def turned(self, sign: Tensor) -> AbstractContextManager[None]:
-        """Temporarily multiply each sample's update by its sign (B,): 1, or -1 for its opposite."""
-        if self.execution.direction is None:
-            self.execution.direction = Gate()
-            self.execution.direction.attach(self.family.transformer, ADAPTER)
-        return self.execution.direction.using(sign[:, None])
-
-    @torch.no_grad()
-    def base(self, x_t: Tensor, t: Tensor, controls: list[Tensor], prompt: Mapping[str, Tensor]) -> Tensor:
-        """Predict the velocity without the trained adapter and without gradient."""
-        with without_adapters(self.family.transformer):
-            return self.family.velocity(self.family.transformer, x_t, t, controls, prompt)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundation.errors import UserError
+
 
 def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks by name, in the order of their lists, in which most transformers compute them."""
@@ -16,6 +18,15 @@ def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
         inner |= blocks(part) if isinstance(part, nn.ModuleDict) else {}  # of lists
         found |= {f"{name}.{index}": block for index, block in inner.items()}
     return found
+
+
+def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
+    """Return `count` evenly spread blocks, copied while others compute; raise a UserError if there are fewer."""
+    names = list(found := blocks(transformer))
+    if not isinstance(count, int) or not 0 <= count <= len(names):
+        raise UserError(f"model.offload.blocks={count}: {type(transformer).__name__} has 0 to {len(names)}")
+    chosen = [names[index * len(names) // count] for index in range(count)]
+    return {name: found[name] for name in chosen}
 
 
 def with_attribute(owner: Any, attribute: str, run: Callable[..., Any]) -> Callable[..., Any]:

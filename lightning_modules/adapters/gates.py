@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from foundation.errors import UserError
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
-from lightning_modules.execution.blocks import with_attribute
+from lightning_modules.blocks import with_attribute
 from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 
 NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
@@ -147,7 +147,7 @@ def mask_forwards(
     gates: Sequence[RankGate],
     timesteps: Callable[[tuple[Any, ...], dict[str, Any]], Timesteps | None],
 ) -> list[RemovableHandle]:
-    """Open the gates for each of the transformer's forwards in a sampling, and close them after it.
+    """Open the gates for each of the transformer's forwards in a sampling, and close them after it; return the hooks.
 
     Args:
         timesteps: from a forward's arguments; None leaves the gates as they are.
@@ -162,6 +162,8 @@ def mask_forwards(
         for gate in gates:
             gate.factors = None
 
+    if not gates:
+        return []
     return [
         transformer.register_forward_pre_hook(before, with_kwargs=True),
         transformer.register_forward_hook(after, always_call=True),
@@ -183,7 +185,7 @@ def attach_rank_schedule(pipeline: Any, lora: str | Path, adapter_name: str | No
     """Make a T-LoRA that was loaded into a diffusers pipeline follow its rank schedule.
 
     Args:
-        pipeline: of a model that Retouch trains, after `load_lora_weights`.
+        pipeline: a pipeline of a model that Retouch trains, after `load_lora_weights`.
         lora: the loaded weights: a run's folder, a weights folder or a file.
         adapter_name: as passed to `load_lora_weights`; None if only one adapter is loaded.
     """
