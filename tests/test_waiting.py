@@ -49,7 +49,7 @@ def test_the_watch_sees_what_waits():
 
 @pytest.mark.slow
 def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):
-    """One loader takes half a second per batch; the other is ready while the steps take as long."""
+    """Make first the steps, then the loader, half a second slower."""
     from datamodules.shards.reader import LatentReader
 
     shares = []

@@ -46,7 +46,7 @@ class Fail(L.Callback):
     """Lets one process of several fail in its second step, and the others wait there for something else.
 
     Args:
-        rank: of the process that fails.
+        rank: rank of the process that fails.
         how: a mistake or kill.
         others: step, or hang in a library, out of Python's reach.
     """
