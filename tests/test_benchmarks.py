@@ -210,7 +210,7 @@ def sabotage():
     PARTS["bases"] = PARTS["bases"]._replace(limit=1)
 
 
-def test_gpu_check_goes_on_after_what_fails_dies_or_hangs_and_names_it(start, tmp_path):
+def test_gpu_check_continues_after_failures_crashes_and_hangs_and_names_them(start, tmp_path):
     output = tmp_path / "results.json"
     names = ["bases", "scaled_mm", "offload_blocks", "ortho_tlora", "kernels"]
     arguments = ["--tiny", "--output", str(output), "--only", *names]

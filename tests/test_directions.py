@@ -30,7 +30,7 @@ def preferences(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("objective", "vae_encode_mode"), first(1, [("dpo", "sample"), ("slider", "mode")]))
-def test_cached_latents_give_the_loss_of_pictures(run, tiny, preferences, tmp_path, objective, vae_encode_mode):
+def test_cached_latents_have_the_loss_of_encoded_images(run, tiny, preferences, tmp_path, objective, vae_encode_mode):
     overrides = [*short(tiny, preferences, tmp_path / "run", 2), f"model.vae_encode_mode={vae_encode_mode}"]
     cfg = compose("train", *overrides, f"objective={objective}")
     module, data = instantiate(cfg.model), instantiate(cfg.data)
@@ -47,7 +47,7 @@ def test_cached_latents_give_the_loss_of_pictures(run, tiny, preferences, tmp_pa
         torch.testing.assert_close(cached, encoded, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("objective", ["slider", "dpo"])
+@pytest.mark.parametrize("objective", first(1, ["slider", "dpo"]))
 def test_no_step_waits_for_the_device(run, tiny, preferences, tmp_path, watch, objective):
     """Shards alone have the rejected images as well."""
     cfg = compose("train", *short(tiny, preferences, tmp_path / "run", 3), f"data.cache_dir={tmp_path}")

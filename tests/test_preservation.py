@@ -59,7 +59,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
 
 
 @pytest.mark.slow
-def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, tmp_path):
+def test_shards_without_images_preserve_only_the_empty_prompt(run, tiny, pairs, tmp_path):
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     empty = ['objective.preserve.prompts=[""]', "scheduler=constant", "optimizer.lr=1e-2"]
     run("train", *short(tiny, pairs, tmp_path / "pictures", 4), cache, *empty)
@@ -71,13 +71,14 @@ def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, t
     assert f'data.shards={folder} contains no conditioning of "make the sky red", "sharper' in error
 
 
-def test_which_prompt_a_sample_has_depends_on_seed_and_draw_alone():
+def test_prompt_of_a_sample_depends_only_on_seed_and_draw():
     indices = [Choices(7).preserved(draw, 4) for draw in range(400)]
     assert all(80 < indices.count(one) < 120 for one in range(4))
     assert indices != [Choices(8).preserved(draw, 4) for draw in range(400)]
     assert indices != [Choices(7).caption(draw, 4) for draw in range(400)]
 
 
+@pytest.mark.slow
 def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):
     """Preserved prompts count as well, for each sample if the text encoder sees the images."""
     long = "objective.preserve.prompts=[" + "and rain " * 20 + "]"

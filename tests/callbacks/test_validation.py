@@ -209,7 +209,7 @@ def test_every_family_is_validated_in_bf16_and_has_a_card(run, arguments, tmp_pa
 
 
 @pytest.mark.parametrize("data", first(1, ["cached", "pairs"]))
-def test_validation_loss_is_that_of_an_independent_computation(runs, tiny, pairs, data):
+def test_validation_loss_equals_an_independent_computation(runs, tiny, pairs, data):
     """The mean over samples of |velocity - (eps - x0)|^2, without LoRA: the base's; no seed plays a part.
 
     Over t it is weighted as the stock scheduler visits the bands.
@@ -244,6 +244,7 @@ def test_validation_loss_is_that_of_an_independent_computation(runs, tiny, pairs
     assert first["val_loss"] == pytest.approx(float((losses * weights).sum()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_early_stopping_waits_for_a_better_figure_in_vain(run, tmp_path, settings):
     """The training loss plays no part; the run counts as finished unless it is resumed without early stopping."""
     still = ["optimizer.lr=0", "sample_every=1", "trainer.max_steps=3", "callbacks.validation.patience=1"]
@@ -276,7 +277,7 @@ def test_metrics_are_those_of_the_images_on_disk(gallery):
             assert row[name] == pytest.approx(expected, abs=0.1)  # pictures on disk are rounded to 8 bits
 
 
-def test_best_weights_are_those_of_the_best_row_and_a_run_that_goes_on_knows_them(run, gallery, copied, settings):
+def test_best_weights_are_those_of_the_best_row_also_after_resuming(run, gallery, copied, settings):
     folder = copied(gallery("shown"))
     measured = rows(folder)
     assert [row["step"] for row in measured] == [0, 2, 4]

@@ -143,7 +143,7 @@ def test_rows_without_numbers_stay_and_those_beyond_the_dtype_are_refused(tiny, 
         write_fused(source, updates, tmp_path / "other", CPU)
 
 
-def test_extracting_says_what_a_lora_cannot_hold_and_how_much_a_rank_lacks(tiny, tmp_path):
+def test_extracting_notes_changes_outside_a_lora_and_the_error_of_a_rank(tiny, tmp_path):
     tuned = tmp_path / "tuned"
     shutil.copytree(tiny / "transformer", tuned)
     [file] = tuned.glob("*.safetensors")

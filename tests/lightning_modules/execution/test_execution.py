@@ -33,7 +33,7 @@ def test_every_position_of_the_dial_gives_the_same_bits(repositories, model, set
 
 
 @every_model
-def test_last_block_for_the_target_alone_gives_the_same_loss_and_gradients(repositories, model):
+def test_last_block_for_only_the_target_gives_the_same_loss_and_gradients(repositories, model):
     """They agree up to rounding, since matrix products of other shapes add in another order."""
     module = family(repositories[model], model, "adapter.target_modules=all-linear")
     last = list(blocks(module.transformer).values())[-1]

@@ -58,7 +58,7 @@ def loads(pipeline, format, updates, dora, tmp_path):
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, format, dora):
+def test_diffusers_reads_the_files_that_the_table_lists(pipeline, tmp_path, format, dora):
     """Load each file by the pipeline's load_lora_weights; kohya's FLUX has a test at the real widths."""
     for targets in ("default", "all-linear", "single projections"):
         updates = random_updates(pipeline.names, targets, dora=dora)
@@ -71,7 +71,7 @@ def test_diffusers_reads_what_the_table_says(pipeline, tmp_path, format, dora):
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_transformer_reads_what_the_table_says_where_the_pipeline_has_no_loader(repositories, tmp_path, format, dora):
+def test_transformer_reads_the_listed_files_if_the_pipeline_has_no_loader(repositories, tmp_path, format, dora):
     pipeline = DiffusionPipeline.from_pretrained(repositories["longcat_image_edit"])
     assert not hasattr(pipeline, "load_lora_weights")
     prefix = FORMATS[format].prefix.removesuffix(".")
