@@ -1,4 +1,4 @@
-"""Builds of a cache: killed, told to stop, by two processes, of bad pictures."""
+"""Builds of a cache: killed, told to stop, by two processes, of bad images."""
 
 import os
 import signal

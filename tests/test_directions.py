@@ -19,7 +19,7 @@ SLIDER = ["objective=slider", "optimizer.lr=3e-2", "scheduler=constant"]
 
 @pytest.fixture(scope="module")
 def preferences(tmp_path_factory):
-    """Pairs of two sizes, each with a rejected picture, two of them with a mask."""
+    """Pairs of two sizes, each with a rejected image, two of them with a mask."""
     root = make_pairs(tmp_path_factory.mktemp("preferences"), [(32, 32), (48, 32), (32, 32), (48, 32)] * 2)
     (root / "rejected_images").mkdir()
     for path in sorted((root / "training_images").glob("*.png")):
@@ -89,7 +89,7 @@ def test_prediction_with_a_slider_is_a_strip_from_minus_two_to_two(run, slider, 
     assert set((tmp_path / "dial").glob("*.png")) == set(made.values())
     [strip] = (tmp_path / "dial" / "strips").glob("*.png")
     assert strip.name == "photo_p00_img00_steps1_g2.5.png"
-    # The picture and five results of 48x32, three times as large, with six pixels between them.
+    # The image and five results of 48x32, three times as large, with six pixels between them.
     strip = pixels(strip)
     assert strip.shape == (30 + 96, 6 * 144 + 5 * 6, 3)
     shown = [strip[30:, left : left + 144][1::3, 1::3] for left in range(0, 6 * 150, 150)]

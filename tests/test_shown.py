@@ -1,4 +1,4 @@
-"""Parts of what a run shows: pictures of any proportions, curves, commands to paste, time left."""
+"""Parts of what a run shows: images of any proportions, curves, commands to paste, time left."""
 
 import json
 import logging

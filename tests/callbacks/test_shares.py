@@ -1,4 +1,4 @@
-"""Processes share sample pictures and validation, and what comes of it is the same."""
+"""Processes share sample images and validation, and what comes of it is the same."""
 
 import json
 import signal

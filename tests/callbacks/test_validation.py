@@ -274,7 +274,7 @@ def test_metrics_are_those_of_the_images_on_disk(gallery):
         }.items():
             pairs_of = [[np.asarray(one, dtype=float) / 255 for one in pick(strip)] for strip in strips]
             expected = np.mean([-10 * np.log10(np.square(a - b).mean()) for a, b in pairs_of])
-            assert row[name] == pytest.approx(expected, abs=0.1)  # pictures on disk are rounded to 8 bits
+            assert row[name] == pytest.approx(expected, abs=0.1)  # images on disk are rounded to 8 bits
 
 
 def test_best_weights_are_those_of_the_best_row_also_after_resuming(run, gallery, copied, settings):

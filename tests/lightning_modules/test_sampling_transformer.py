@@ -1,4 +1,4 @@
-"""Pictures by another transformer than the one that trains."""
+"""Images by another transformer than the one that trains."""
 
 import shutil
 import weakref
@@ -70,7 +70,7 @@ def test_sample_images_equal_a_prediction_with_that_transformer_and_training_is_
     assert np.abs(made[0] - made[1]).max() > 3
     assert np.abs(made[1] - result(tmp_path / "without", 3)).max() > 3
 
-    # The setting of pictures wins over that of the model, which is no transformer at all.
+    # The setting of images wins over that of the model, which is no transformer at all.
     where = [f"lora={tmp_path / 'with'}", f"output_dir={tmp_path / 'made'}", "trainer.accelerator=cpu"]
     prompt = (pairs / "training_images/00.txt").read_text()
     request = [f"image={pairs / 'control_images/00.png'}", f"prompt={prompt}", "num_inference_steps=3", "seed=42"]

@@ -87,7 +87,7 @@ def left(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stalled_upload_holds_up_no_end_and_nothing_is_left(tmp_path, number):
     with studio(tmp_path) as (process, address):
         client = opened(address)

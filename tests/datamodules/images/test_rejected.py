@@ -1,4 +1,4 @@
-"""Rejected pictures: found in every form, seen as their targets are, and known by their content."""
+"""Rejected images: found in every form, seen as their targets are, and known by their content."""
 
 import shutil
 
@@ -49,7 +49,7 @@ def data_of(root, *more):
 
 
 def test_rejected_images_have_the_views_of_their_targets(tmp_path):
-    """Cropped and mirrored by the target's window: a target as the rejected picture is the target."""
+    """Cropped and mirrored by the target's window: a target as the rejected image is the target."""
     root = make_pairs(tmp_path / "pairs", [(210, 130), (130, 130)])
     shutil.copytree(root / "training_images", root / "rejected_images", ignore=shutil.ignore_patterns("*.txt"))
     crops = ["data.crop=random_cached", "data.buckets=aspect", "data.resolution=128", "data.flip=true"]

@@ -1,4 +1,4 @@
-"""The drawn world: its pictures come from a seed, and its edits are exact."""
+"""The drawn world: its images come from a seed, and its edits are exact."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Tars of pictures: what their members are, and what is wrong with them."""
+"""Tars of images: what their members are, and what is wrong with them."""
 
 import gzip
 import io

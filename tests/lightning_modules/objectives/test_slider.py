@@ -1,4 +1,4 @@
-"""Sliders: forwards with the update as it is, backwards with exchanged pictures and the opposite update."""
+"""Sliders: forwards with the update as it is, backwards with exchanged images and the opposite update."""
 
 from types import SimpleNamespace
 
