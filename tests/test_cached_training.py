@@ -60,6 +60,7 @@ def test_token_budget_makes_large_images_small_batches():
     assert data.batch_limits() == {large: 1, small: 1}
 
 
+@pytest.mark.slow
 def test_run_trains_on_shards_without_images(run, gallery, tiny, pairs, tmp_path):
     """A copy or URL of a cache needs no images, and yields the same weights; sample images come from the latents."""
     cfg = compose("train", *short(tiny, pairs, tmp_path / "run", 2))

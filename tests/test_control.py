@@ -16,6 +16,7 @@ ASK = "+callbacks.ask={_target_: tests.support.probes.Ask, steps: {%s}}"
 STOPPED = 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_run_that_is_asked_to_save_sample_and_stop_resumes_bitwise(run, start, tiny, pairs, tmp_path):
     settings = [*SHOWN, "sample_every=0", "save_every=0", "trainer.accumulate_grad_batches=2"]
     folder = tmp_path / "run"

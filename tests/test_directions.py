@@ -80,6 +80,7 @@ def slider(runs):
     return runs(3, *SLIDER).folder
 
 
+@pytest.mark.slow
 def test_prediction_with_a_slider_is_a_strip_from_minus_two_to_two(run, slider, photo, tmp_path):
     request = [f"image={photo}", "prompt=make it snow", "num_inference_steps=1"]
     outcome = run("predict", f"lora={slider}", *request, f"output_dir={tmp_path / 'dial'}")

@@ -31,6 +31,7 @@ FOUR_A_STEP = ["optimizer.lr=1e-3", "scheduler=constant", "data.caption_dropout_
 WINDOW = ["data.batch_size=2", "trainer.accumulate_grad_batches=2"]
 
 
+@pytest.mark.slow
 def test_samples_of_an_accumulation_window_count_and_resuming_is_bitwise(run, tiny, pairs, tmp_path):
     """A checkpoint is saved in the middle of the window that the run is stopped in; the adapter has dropout."""
 

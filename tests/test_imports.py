@@ -4,6 +4,7 @@ import re
 import tomllib
 from importlib.metadata import requires
 
+import pytest
 from packaging.requirements import Requirement
 
 from tests.support.commands import ROOT, run_code
@@ -42,6 +43,7 @@ def test_training_and_its_plan_load_no_library_that_they_may_not_use_and_freeze_
     assert frozen > 500_000
 
 
+@pytest.mark.slow
 def test_a_prediction_with_a_lora_loads_no_library_that_it_does_not_use(trained, photo, tmp_path):
     arguments = [
         f"lora={trained}",

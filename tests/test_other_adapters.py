@@ -25,8 +25,9 @@ LEARNS = ["scheduler=constant", "optimizer.lr=2e-2"]
 FILE = "lora/last/pytorch_lora_weights.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("adapter", "format"), first(1, [("lokr", "nf4"), ("dora", "fp8"), ("loha", "fp8"), ("oft", "int8_w8a8")])
+    ("adapter", "format"), [("lokr", "nf4"), ("dora", "fp8"), ("loha", "fp8"), ("oft", "int8_w8a8")]
 )
 def test_run_resumes_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, tmp_path, adapter, format):
     """The prediction quantizes the same layers, by the file's header."""

@@ -10,7 +10,6 @@ from datamodules.pairs import PairDataset, collate_pixels
 from datamodules.sampler import Choices
 from tasks.encode import build_cache
 from tests.support.caches import only
-from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.objectives import losses
 from tests.support.tiny_adapters import learn
@@ -20,7 +19,8 @@ PRESERVE = ['objective.preserve.prompts=["","make the sky red","sharper, please,
 TWO = ["flux_kontext", "qwen_image_edit_plus"]
 
 
-@pytest.mark.parametrize("model", first(1, TWO))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TWO)
 def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path, model):
     """A cache built without them gains only these prompts, encoded once, or once for each image."""
     overrides = arguments(model, tmp_path / "run", 2, f"data.cache_dir={tmp_path / 'cache'}", "data.batch_size=2")

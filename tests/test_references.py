@@ -76,6 +76,7 @@ def test_samples_of_a_mixed_set_have_the_losses_of_sets_of_one_kind(repositories
     assert len(set(together.tolist())) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS_WITHOUT)
 def test_dropped_references_are_left_out_of_cached_and_streamed_batches(repositories, kinds, tmp_path, model):
     """Each draw keeps its references whether its latents are cached or not, and has the loss of a set without them."""

@@ -47,7 +47,8 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one_after_kill_9(run, start, t
     assert [step for step, _ in whole] == [str(step) for step in range(1, 7)]
 
 
-@pytest.mark.parametrize("optimizer", first(1, ["adamw_schedule_free", "adamw_8bit", "prodigy"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw_schedule_free", "adamw_8bit", "prodigy"])
 def test_resume_is_bitwise_for_other_optimizers(run, runs, copied, tiny, pairs, optimizer):
     settings = [f"optimizer={optimizer}", "scheduler=constant"]
     folder = copied(runs(2, *settings))
@@ -55,6 +56,7 @@ def test_resume_is_bitwise_for_other_optimizers(run, runs, copied, tiny, pairs, 
     assert lora_bytes(folder) == lora_bytes(runs(4, *settings).folder)
 
 
+@pytest.mark.slow
 def test_signal_saves_and_the_run_resumes_exactly(run, start, tiny, pairs, tmp_path):
     """The whole process group gets the signal, as from a terminal or a cluster, within an accumulation window."""
     settings = ["trainer.accumulate_grad_batches=3", "save_every=0", "scheduler=constant", "data.num_workers=2"]
@@ -375,6 +377,7 @@ def test_a_run_whose_first_checkpoint_fails_starts_from_scratch(run, runs, tiny,
     assert lora_bytes(folder) == lora_bytes(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resume", "words"),
     [

@@ -124,6 +124,7 @@ def own_images(datasets, tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_images_without_targets_are_sampled_as_predict_edits_them(run, arguments, own_images, tmp_path):
     """Prediction follows the schedule and the negative prompt of the file's header."""
     model, common = "qwen_image_edit_plus", ["model.sampling.num_inference_steps=2", "optimizer.lr=3e-2"]

@@ -12,6 +12,7 @@ from tests.support.commands import metrics, short
 from tests.support.gallery import SHOWN
 
 
+@pytest.mark.slow
 def test_sweep_writes_a_table_and_a_page_with_the_best_first_and_continues_after_a_failing_job(
     run, tiny, pairs, tmp_path
 ):

@@ -187,6 +187,7 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tmp_pa
     assert (len(data.samples), len(data.validation.samples)) == (16, 4)
 
 
+@pytest.mark.slow
 @every_model
 def test_every_family_is_validated_in_bf16_and_has_a_card(run, arguments, tmp_path, model):
     settings = [one for one in arguments(model, tmp_path / "run", 1, shown=True) if "dtype" not in one]

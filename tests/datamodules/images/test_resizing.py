@@ -18,7 +18,6 @@ from datamodules.images.windows import ConditionImages, load_image, load_mask
 from foundation.errors import UserError
 from tasks.models import without_network
 from tests.support.commands import compose
-from tests.support.pictures import photograph
 
 MEGAPIXEL = 1024**2
 SIDES = st.integers(16, 6000)
@@ -122,7 +121,7 @@ def test_target_that_extends_its_control_to_one_side_has_the_same_scale(model, t
             framing("exact", condition_images=images), (256, 128), (128, 128), root=Root("", resolution=(128,))
         )
         assert [window.size for window in view.windows] == [(176, 80), (80, 80)]
-    photograph("coffee", 1605, 1605).save(tmp_path / "x.png")
+    Image.new("RGB", (1605, 1605)).save(tmp_path / "x.png")
     edits = EditsDataModule(str(tmp_path / "x.png"), "x", None, None, [0], [1.0], 1600, 3200, MEGAPIXEL, 1)
     edits.condition_images = images
     windows, size = edits._windows((tmp_path / "x.png",))
