@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
     Attributes:
         words: what was done.
-        why: of a BAD one, what is wrong; of one line, the line.
+        why: the fault of a BAD round; the printed line of a refused one.
         hit: whether the fault met a running command.
     """
 

@@ -186,7 +186,7 @@ def speed(row: Row, flops: float, peak: float) -> Row:
     """Return the useful FLOP/s of a measured row.
 
     Args:
-        flops: of its useful work.
+        flops: FLOPs of its useful work.
         peak: FLOP/s of the device.
     """
     done = flops / row["seconds_per_step"]

@@ -143,8 +143,8 @@ def counts(
     """Yield the kernels of a step, forward pass, backward pass and optimizer, for each side and checkpointing policy.
 
     Args:
-        folder: of the model's configuration.
-        settings: of train.py.
+        folder: folder of the model's configuration.
+        settings: overrides for train.py.
     """
     module: Any = instantiate(
         compose(model, folder, "bfloat16", "model.compile=false", *settings).model, _convert_="all"

@@ -57,7 +57,7 @@ def write_shallow(
     """Write the real configuration of a model with fewer blocks of each kind; None for all.
 
     Args:
-        changes: of the transformer's other settings.
+        changes: the transformer's other settings that change.
     """
     import train  # noqa: F401 (its resolvers)
 

@@ -43,7 +43,7 @@ def write_pipeline(folder: Path, depth: int | None) -> None:
     """Write Shapes with a CLIP that reads 77 tokens, which the script requires.
 
     Args:
-        depth: of a transformer of FLUX.1's widths, with tiny random encoders that fit it; None for that of Shapes.
+        depth: number of blocks of a transformer with FLUX.1's widths and tiny random encoders; None: Shapes' own.
     """
     from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel

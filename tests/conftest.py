@@ -46,6 +46,9 @@ LONG = (
     "test_shares",
     "test_loading_memory",
     "test_shapes_model",
+    "test_compilation",
+    "test_windows",
+    "test_triton_products",
 )
 
 

@@ -48,9 +48,7 @@ def elsewhere(tmp_path, monkeypatch, name):
     return folder
 
 
-def test_a_cache_that_is_built_in_a_bucket_is_the_local_one_and_is_trained_on_there(
-    bucket, run, tiny, pairs, tmp_path, monkeypatch
-):
+def test_cache_built_in_a_bucket_equals_the_local_one_and_trains_there(bucket, run, tiny, pairs, tmp_path, monkeypatch):
     run("predict", *cache_overrides(tiny, pairs, tmp_path / "whole"))
     monkeypatch.setattr("callbacks.shard_writer.SHARD_SIZE", 20_000)
     outcome = run("predict", *bucket_overrides(tiny, pairs, tmp_path))

@@ -93,7 +93,7 @@ def test_name_of_any_bytes_is_cached_trained_on_held_out_and_shown(run, tiny, tm
     assert len(list((tmp_path / "out").glob("*.png"))) == 3
 
 
-def test_old_caches_are_deleted_when_asked_but_not_the_last_used_one(tiny, tmp_path):
+def test_old_caches_are_deleted_on_request_except_the_last_used_one(tiny, tmp_path):
     """A command with other settings, such as those of the demo, does not delete the cache that was used last."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)])
     settings = cache_overrides(tiny, root, tmp_path / "cache")[1:]

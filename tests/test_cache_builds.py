@@ -1,4 +1,4 @@
-"""Builds of a cache: killed, told to stop, by two processes, of bad pictures."""
+"""Builds of a cache: killed, told to stop, by two processes, of bad images."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tests.support.pictures import make_pairs, photograph
 from tests.support.several_runs import as_rank
 
 
-def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, start, tiny, tmp_path):
+def test_build_killed_9_resumes_and_encodes_no_finished_sample_again(run, start, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 6)
     run("predict", *cache_overrides(tiny, root, tmp_path / "whole"))
     command = cache_overrides(tiny, root, tmp_path / "killed")
@@ -36,7 +36,7 @@ def test_build_killed_9_goes_on_and_encodes_no_finished_sample_again(run, start,
 
 
 @pytest.mark.slow
-def test_build_that_is_told_to_stop_says_so_and_goes_on(run, start, tiny, tmp_path):
+def test_build_that_is_stopped_says_so_and_resumes(run, start, tiny, tmp_path):
     """The whole process group is told, data workers included."""
     root = make_pairs(tmp_path / "pairs", [(64, 64)] * 12)
     command = [*cache_overrides(tiny, root, tmp_path / "cache"), "data.num_workers=1"]
@@ -56,7 +56,7 @@ def as_rank_and_hold(rank, port, samples, marker):
 
 
 @pytest.mark.slow
-def test_killed_build_of_two_processes_goes_on_with_any_number_and_encodes_nothing_twice(run, start, tiny, tmp_path):
+def test_killed_build_of_two_processes_resumes_with_any_number_and_encodes_nothing_twice(run, start, tiny, tmp_path):
     root = make_pairs(tmp_path / "pairs", [(32, 32), (48, 32)] * 6)
     command = cache_overrides(tiny, root, tmp_path / "cache")
 
@@ -108,7 +108,7 @@ def test_bad_images_stop_the_build_or_are_left_out(run, tiny, tmp_path):
     assert encoded(run("predict", *command, "data.on_bad_image=skip")) == 1
 
 
-def test_picture_that_changes_while_it_is_encoded_is_refused(run, tiny, pairs, tmp_path, monkeypatch):
+def test_image_that_changes_while_it_is_encoded_is_refused(run, tiny, pairs, tmp_path, monkeypatch):
     """Otherwise new pixels would be stored under the old ones' name for ever."""
     from datamodules import encoding
 

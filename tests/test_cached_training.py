@@ -61,7 +61,8 @@ def test_token_budget_makes_large_images_small_batches():
     assert data.batch_limits() == {large: 1, small: 1}
 
 
-def test_run_trains_on_shards_alone(run, gallery, tiny, pairs, tmp_path):
+@pytest.mark.slow
+def test_run_trains_on_shards_without_images(run, gallery, tiny, pairs, tmp_path):
     """A copy or URL of a cache needs no images, and yields the same weights; sample images come from the latents."""
     cfg = compose("train", *short(tiny, pairs, tmp_path / "run", 2))
     copy = shutil.copytree(build_cache(cfg, instantiate(cfg.data)).folder, tmp_path / "copy")

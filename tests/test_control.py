@@ -16,6 +16,7 @@ ASK = "+callbacks.ask={_target_: tests.support.probes.Ask, steps: {%s}}"
 STOPPED = 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_run_that_is_asked_to_save_sample_and_stop_resumes_bitwise(run, start, tiny, pairs, tmp_path):
     settings = [*SHOWN, "sample_every=0", "save_every=0", "trainer.accumulate_grad_batches=2"]
     folder = tmp_path / "run"
@@ -44,6 +45,7 @@ def test_run_that_is_asked_to_save_sample_and_stop_resumes_bitwise(run, start, t
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_requests_of_an_earlier_process_are_removed_and_other_files_are_noted_once(run, gallery, tiny, pairs, tmp_path):
     """Fulfilled requests change neither training nor the later samples; a checkpoint between two windows is exact."""
     folder, whole = RunFolder(tmp_path / "run"), gallery("shown").folder
@@ -67,6 +69,7 @@ def test_requests_of_an_earlier_process_are_removed_and_other_files_are_noted_on
     assert lora_bytes(tmp_path / "branch") == lora_bytes(whole)
 
 
+@pytest.mark.slow
 def test_a_requested_stop_is_not_queued_again_and_comes_after_other_requests(run, tiny, pairs, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     arguments = [*short(tiny, pairs, tmp_path / "run", 9), "save_every=0", "resume=auto"]
@@ -96,7 +99,7 @@ def test_requested_measurements_do_not_stop_a_run_early(run, tiny, pairs, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_job_that_is_asked_to_stop(run, tiny, pairs, tmp_path):
+def test_a_sweep_continues_after_a_job_is_stopped_by_request(run, tiny, pairs, tmp_path):
     folder = tmp_path / "sweep"
     asks = ["+callbacks.ask._target_=tests.support.probes.Ask", "+callbacks.ask.steps={1: [stop]},{9: [stop]}"]
     outcome = run("train", "-m", *short(tiny, pairs, folder, 3), "save_every=0", *asks, ok=False)

@@ -106,7 +106,7 @@ def test_a_tensor_that_a_base_lacks_is_not_made_up(copy, component):
 
 
 @pytest.mark.parametrize("text", ["no JSON", '{"adapter": 3, "model": {}}'])
-def test_a_header_that_is_none_is_named(tmp_path, text):
+def test_an_invalid_header_is_named(tmp_path, text):
     path = tmp_path / "lora.safetensors"
     save_file({"transformer.x.lora_A.weight": torch.ones(2, 2)}, path, {HEADER_KEY: text})
     with pytest.raises(UserError, match=r"lora.safetensors is damaged \(.*\); name a LoRA's") as raised:

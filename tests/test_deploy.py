@@ -128,7 +128,7 @@ def skypilot():
     return yaml.safe_load(SKYPILOT.read_text(encoding="utf-8"))
 
 
-def test_spot_job_asks_for_what_its_command_gives():
+def test_spot_job_requests_the_settings_of_its_command():
     job = skypilot()
     assert job["resources"]["use_spot"]
     [line] = re.findall(r"^# +(sky jobs launch .*)$", SKYPILOT.read_text(encoding="utf-8"), re.MULTILINE)

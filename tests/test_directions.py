@@ -19,7 +19,7 @@ SLIDER = ["objective=slider", "optimizer.lr=3e-2", "scheduler=constant"]
 
 @pytest.fixture(scope="module")
 def preferences(tmp_path_factory):
-    """Pairs of two sizes, each with a rejected picture, two of them with a mask."""
+    """Pairs of two sizes, each with a rejected image, two of them with a mask."""
     root = make_pairs(tmp_path_factory.mktemp("preferences"), [(32, 32), (48, 32), (32, 32), (48, 32)] * 2)
     (root / "rejected_images").mkdir()
     for path in sorted((root / "training_images").glob("*.png")):
@@ -30,7 +30,7 @@ def preferences(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("objective", "vae_encode_mode"), first(1, [("dpo", "sample"), ("slider", "mode")]))
-def test_cached_latents_give_the_loss_of_pictures(run, tiny, preferences, tmp_path, objective, vae_encode_mode):
+def test_cached_latents_have_the_loss_of_encoded_images(run, tiny, preferences, tmp_path, objective, vae_encode_mode):
     overrides = [*short(tiny, preferences, tmp_path / "run", 2), f"model.vae_encode_mode={vae_encode_mode}"]
     cfg = compose("train", *overrides, f"objective={objective}")
     module, data = instantiate(cfg.model), instantiate(cfg.data)
@@ -47,7 +47,7 @@ def test_cached_latents_give_the_loss_of_pictures(run, tiny, preferences, tmp_pa
         torch.testing.assert_close(cached, encoded, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("objective", ["slider", "dpo"])
+@pytest.mark.parametrize("objective", first(1, ["slider", "dpo"]))
 def test_no_step_waits_for_the_device(run, tiny, preferences, tmp_path, watch, objective):
     """Shards alone have the rejected images as well."""
     cfg = compose("train", *short(tiny, preferences, tmp_path / "run", 3), f"data.cache_dir={tmp_path}")
@@ -80,6 +80,7 @@ def slider(runs):
     return runs(3, *SLIDER).folder
 
 
+@pytest.mark.slow
 def test_prediction_with_a_slider_is_a_strip_from_minus_two_to_two(run, slider, photo, tmp_path):
     request = [f"image={photo}", "prompt=make it snow", "num_inference_steps=1"]
     outcome = run("predict", f"lora={slider}", *request, f"output_dir={tmp_path / 'dial'}")
@@ -89,7 +90,7 @@ def test_prediction_with_a_slider_is_a_strip_from_minus_two_to_two(run, slider, 
     assert set((tmp_path / "dial").glob("*.png")) == set(made.values())
     [strip] = (tmp_path / "dial" / "strips").glob("*.png")
     assert strip.name == "photo_p00_img00_steps1_g2.5.png"
-    # The picture and five results of 48x32, three times as large, with six pixels between them.
+    # The image and five results of 48x32, three times as large, with six pixels between them.
     strip = pixels(strip)
     assert strip.shape == (30 + 96, 6 * 144 + 5 * 6, 3)
     shown = [strip[30:, left : left + 144][1::3, 1::3] for left in range(0, 6 * 150, 150)]

@@ -34,7 +34,7 @@ def test_two_processes_on_each_format_are_one_with_the_doubled_batch(run, in_two
 
 
 @pytest.mark.slow
-def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_processes, tiny, pairs, tmp_path):
+def test_split_base_trains_the_same_adapter_and_resumes_bitwise(run, in_two_processes, tiny, pairs, tmp_path):
     """fp8 as DDP does, with held-out samples measured on the way; int8 as one process with the doubled batch."""
 
     def overrides(kind, format, steps, *more):
@@ -73,6 +73,6 @@ def test_split_base_trains_the_same_adapter_and_goes_on_bitwise(run, in_two_proc
         ("model.offload.blocks=2", "model.offload.blocks: trainer=fsdp splits the blocks"),
     ],
 )
-def test_what_cannot_be_split_is_one_line(refuses, setting, words):
+def test_unsplittable_settings_are_one_line(refuses, setting, words):
     base = ["model/quantization=fp8", "model.gradient_checkpointing=full"]
     refuses(*base, "trainer=fsdp", "trainer.devices=1", setting, words=words)

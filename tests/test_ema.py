@@ -31,6 +31,7 @@ FOUR_A_STEP = ["optimizer.lr=1e-3", "scheduler=constant", "data.caption_dropout_
 WINDOW = ["data.batch_size=2", "trainer.accumulate_grad_batches=2"]
 
 
+@pytest.mark.slow
 def test_samples_of_an_accumulation_window_count_and_resuming_is_bitwise(run, tiny, pairs, tmp_path):
     """A checkpoint is saved in the middle of the window that the run is stopped in; the adapter has dropout."""
 
@@ -84,7 +85,8 @@ def test_two_processes_average_as_one_and_split_weights_as_whole_ones(run, in_tw
     assert losses[0] == pytest.approx(losses[2], rel=1e-4)
 
 
-def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, tiny, pairs, tmp_path):
+@pytest.mark.slow
+def test_images_and_validation_use_the_chosen_weights(run, tiny, pairs, tmp_path):
     """Sampling does not change trained weights, reparametrized ones included; the chosen weights have cards."""
 
     def overrides(name, *more):
@@ -113,7 +115,7 @@ def test_pictures_and_validation_are_those_of_the_weights_that_are_chosen(run, t
 
 
 @pytest.mark.slow
-def test_step_that_is_not_finite_leaves_the_average_alone(run, tiny, pairs, tmp_path):
+def test_step_that_is_not_finite_leaves_the_average_unchanged(run, tiny, pairs, tmp_path):
     settings = ["optimizer.lr=1e20", "scheduler=constant", "model.optimization.max_nonfinite_steps=3"]
     run("train", *short(tiny, pairs, tmp_path / "run", 9), *settings, "save_every=1", "ema.half_life=100", ok=False)
     averages = [lora(tmp_path / "run", f"step-00000{step}") for step in (1, 2, 3)]
@@ -132,7 +134,7 @@ def test_step_that_is_not_finite_leaves_the_average_alone(run, tiny, pairs, tmp_
         (["ema=100"], "ema=100: this is a group of settings"),
     ],
 )
-def test_wrong_settings_are_told_before_anything_is_loaded(refuses, overrides, words):
+def test_wrong_settings_are_refused_before_loading(refuses, overrides, words):
     refuses(*overrides, words=words)
 
 

@@ -13,7 +13,7 @@ from tests.support.commands import compose
 from tests.support.objectives import losses
 from tests.support.pictures import pixels
 from tests.support.stock_pictures import load_stock, same_request, stock_picture
-from tests.support.tiny_pipelines import every_model, with_variants
+from tests.support.tiny_pipelines import MODELS, every_model, with_variants
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 
@@ -41,9 +41,10 @@ def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp
             assert torch.equal(own, theirs)
 
 
-@pytest.mark.parametrize("dtype", first(1, ["float32", "bfloat16"]))
-@with_variants
-def test_trained_lora_gives_the_same_picture_in_predict_and_in_the_stock_pipeline(
+@pytest.mark.parametrize(
+    ("model", "dtype"), first(1, [("flux2_klein_4b", "float32"), *((model, "bfloat16") for model in MODELS)])
+)
+def test_trained_lora_creates_the_same_image_in_predict_and_in_the_stock_pipeline(
     run, arguments, repositories, datasets, tmp_path, monkeypatch, model, dtype
 ):
     """Rounding is the stock pipeline's in bf16, the models' own dtype."""

@@ -53,7 +53,7 @@ def test_resumed_full_fine_tune_is_bitwise_the_uninterrupted_one(run, runs, copi
     assert half != every_byte(whole)
 
 
-def test_what_trains_is_written_and_the_rest_is_the_bases(run, whole, tiny, pairs, tmp_path):
+def test_trained_components_are_written_and_the_rest_is_the_bases(run, whole, tiny, pairs, tmp_path):
     written, base = weights(whole), weights(tiny)
     assert written.keys() == base.keys()
     same = {name for name in base if torch.equal(written[name], base[name])}
@@ -116,7 +116,7 @@ def test_gradients_are_the_pipelines_through_its_text_encoders(tiny, stock, tmp_
         ("qwen_image_edit", [], "stay frozen"),
     ],
 )
-def test_base_that_cannot_train_is_told_before_anything_is_loaded(repositories, model, more, words):
+def test_base_that_cannot_train_is_refused_before_loading(repositories, model, more, words):
     with pytest.raises(UserError, match=words):
         built(repositories[model], f"model={model}", *FULL[:2], *more).check()
     module = built(repositories["flux_kontext"], *FULL[:2])

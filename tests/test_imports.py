@@ -33,19 +33,17 @@ def loaded(code):
     return set(modules), int(count)
 
 
-@pytest.mark.parametrize("task", ["fit", "dry_run"])
-def test_training_starts_without_libraries_that_it_may_not_use(task):
-    modules, frozen = loaded(f"from cli.check_keys import import_task; import_task('tasks.{task}.{task}')")
+def test_training_and_its_plan_load_no_library_that_they_may_not_use_and_freeze_once():
+    """Frozen again, a model that stays loaded, as in the page's process, would never be freed."""
+    names = "tasks.fit.fit", "tasks.dry_run.dry_run"
+    again = f"a = gc.get_freeze_count(); import_task('{names[0]}'); assert gc.get_freeze_count() == a"
+    code = f"import gc; from cli.check_keys import import_task; [import_task(name) for name in {names}]; {again}"
+    modules, frozen = loaded(code)
     assert UNUSED & modules == set()
     assert frozen > 500_000
 
 
-def test_only_the_first_import_freezes_what_is_there():
-    """A model that stays loaded, as in the page's process, would never be freed."""
-    again = "import gc; a = gc.get_freeze_count(); import_task('tasks.caches.clean'); assert gc.get_freeze_count() == a"
-    loaded(f"from cli.check_keys import import_task; import_task('tasks.caches.clean'); {again}")
-
-
+@pytest.mark.slow
 def test_a_prediction_with_a_lora_loads_no_library_that_it_does_not_use(trained, photo, tmp_path):
     arguments = [
         f"lora={trained}",

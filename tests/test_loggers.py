@@ -99,7 +99,7 @@ def test_failed_stopped_and_resumed_runs_send_a_message_each(run, inbox, quick, 
 
 
 @pytest.mark.slow
-def test_address_in_a_config_of_ones_own_is_not_copied(run, inbox, quick, tmp_path):
+def test_address_in_a_users_config_is_not_copied(run, inbox, quick, tmp_path):
     address, received = inbox
     config = tmp_path / "mine" / "config.yaml"
     run("train", *quick, "logger=[tensorboard,csv]")

@@ -111,7 +111,7 @@ def test_strengths_that_do_not_fit_the_loras_are_one_line(settings, words):
         lora_weights(compose("predict", "lora=[a,b]", *settings), 2, [1.0, 0.3])
 
 
-def test_scales_of_a_strip_and_weights_go_together():
+def test_scales_of_a_strip_and_weights_combine():
     cfg = compose("predict", "lora=[a,b]", "lora_scale=[1,0.3]", "lora_weights=[1,1]")
     assert lora_weights(cfg, 2, [1.0, 0.3]) == [1.0, 1.0]
     assert lora_weights(compose("predict", "lora=[a,b]", "lora_scale=[0,0.5,1]"), 2, [0.0, 0.5, 1.0]) is None

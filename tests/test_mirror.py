@@ -113,7 +113,7 @@ def test_a_run_continues_while_its_bucket_is_away_and_is_uploaded_at_its_end(mir
     assert names(bucket) == {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"}
 
 
-def test_a_checkpoint_comes_after_what_belongs_to_it(mirror, bucket, monkeypatch):
+def test_a_checkpoint_is_uploaded_after_the_files_that_it_needs(mirror, bucket, monkeypatch):
     save(mirror.run, 2, ["checkpoints/step-000001.ckpt", "finished.json"])
     order, put = [], obstore.put
 

@@ -10,7 +10,7 @@ from tests.support.commands import compose
 from tests.support.tiny_pipelines import MODELS
 
 
-def test_picture_that_is_not_finite_is_said(run, repositories, datasets, tmp_path):
+def test_image_that_is_not_finite_is_one_line(run, repositories, datasets, tmp_path):
     """Qwen's schedule divides by zero where there is one step."""
     model = "qwen_image_edit"
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}", "model.dtype=float32"]
@@ -21,7 +21,7 @@ def test_picture_that_is_not_finite_is_said(run, repositories, datasets, tmp_pat
     )
 
 
-def test_instance_prompt_is_learned_with_the_pictures_that_have_no_caption(arguments, datasets, tmp_path):
+def test_instance_prompt_is_learned_with_images_that_have_no_caption(arguments, datasets, tmp_path):
     root = shutil.copytree(datasets["flux_dev"], tmp_path / "pictures")
     (root / "0.txt").unlink()
     overrides = [a for a in arguments("flux_dev", tmp_path / "run", 1) if not a.startswith("data.root=")]

@@ -25,10 +25,11 @@ LEARNS = ["scheduler=constant", "optimizer.lr=2e-2"]
 FILE = "lora/last/pytorch_lora_weights.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("adapter", "format"), first(1, [("lokr", "nf4"), ("dora", "fp8"), ("loha", "fp8"), ("oft", "int8_w8a8")])
+    ("adapter", "format"), [("lokr", "nf4"), ("dora", "fp8"), ("loha", "fp8"), ("oft", "int8_w8a8")]
 )
-def test_run_goes_on_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, tmp_path, adapter, format):
+def test_run_resumes_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, tmp_path, adapter, format):
     """The prediction quantizes the same layers, by the file's header."""
     keep = "model.quantization.modules_to_not_convert=['transformer_blocks.*',proj_out]"
 
@@ -61,7 +62,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("adapter", first(1, OTHERS))
-def test_picture_of_the_file_is_the_stock_pipeline_s(run, stock, gallery, photo, tmp_path, adapter):
+def test_image_of_the_file_equals_the_stock_pipelines(run, stock, gallery, photo, tmp_path, adapter):
     """diffusers reads LoKr itself; `load_adapter` loads the others into its transformer."""
     folder, text = gallery(adapter).folder, gallery(adapter).text
     state = safetensors.torch.load_file(folder / FILE)
@@ -84,6 +85,7 @@ def test_picture_of_the_file_is_the_stock_pipeline_s(run, stock, gallery, photo,
     assert np.abs(pixels(tmp_path / "made" / "photo.png") - expected).max() <= 1
 
 
+@pytest.mark.slow
 def test_files_are_exported_with_what_is_lost(gallery, tmp_path):
     lokr, loha, oft = (gallery(kind).folder for kind in KINDS)
     text = run_task("export", f"lora={loha}", "rank=8", f"output_dir={tmp_path / 'low'}")
@@ -106,7 +108,7 @@ def test_an_oft_is_predicted_with_no_other(refuses, trained, gallery, photo):
 
 
 @pytest.mark.parametrize("adapter", KINDS)
-def test_training_starts_from_them(tiny, tmp_path, adapter):
+def test_training_starts_from_lokr_loha_and_oft_files(tiny, tmp_path, adapter):
     module = build(tiny, adapter)
     learn(module)
     module.adapter.write(tmp_path, module.adapter.gather(module.trained.parts), module.base, {}, torch.float32)
@@ -133,7 +135,7 @@ def test_other_families_train_and_predict(run, arguments, photo, tmp_path, model
 
 
 @pytest.mark.parametrize(("adapter", "frozen"), [("lokr", "lora"), ("lora", "lokr")])
-def test_an_adapter_and_a_training_adapter_around_one_another_are_known_by_their_layers(
+def test_an_adapter_and_a_training_adapter_on_the_same_layers_keep_their_names(
     tiny, trained, gallery, tmp_path, adapter, frozen
 ):
     file = trained if frozen == "lora" else gallery(frozen).folder

@@ -25,7 +25,7 @@ def stock_picture(stock, photo, prompt="mirror picture 1", seed=42, **arguments)
     return np.asarray(image).astype(int)
 
 
-def test_trained_lora_gives_predicts_picture_in_the_stock_pipeline(run, stock, trained, photo, tmp_path, monkeypatch):
+def test_trained_lora_creates_predicts_image_in_the_stock_pipeline(run, stock, trained, photo, tmp_path, monkeypatch):
     """Images are compared with a true CFG scale; tests/test_families.py compares every model without one.
 
     Text encoders have left before the transformer is loaded.
@@ -72,7 +72,7 @@ def test_scales_seeds_and_prompts_multiply_and_batches_of_results_are_those_made
     assert all(np.abs(pixels(out / name) - pixels(together / name)).max() <= 1 for name in made[0])
 
 
-def test_size_and_prompt_alone(run, stock, trained, tmp_path):
+def test_size_and_prompt_are_a_complete_request(run, stock, trained, tmp_path):
     common = [f"lora={trained}", "prompt=x", "num_inference_steps=2", "width=48", "height=64"]
     run("predict", *common, f"output_dir={tmp_path / 'a'}")
     stock.load_lora_weights(trained / "lora" / "last")

@@ -10,7 +10,6 @@ from datamodules.pairs import PairDataset, collate_pixels
 from datamodules.sampler import Choices
 from tasks.encode import build_cache
 from tests.support.caches import only
-from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, short
 from tests.support.objectives import losses
 from tests.support.tiny_adapters import learn
@@ -20,7 +19,8 @@ PRESERVE = ['objective.preserve.prompts=["","make the sky red","sharper, please,
 TWO = ["flux_kontext", "qwen_image_edit_plus"]
 
 
-@pytest.mark.parametrize("model", first(1, TWO))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TWO)
 def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path, model):
     """A cache built without them gains only these prompts, encoded once, or once for each image."""
     overrides = arguments(model, tmp_path / "run", 2, f"data.cache_dir={tmp_path / 'cache'}", "data.batch_size=2")
@@ -59,7 +59,7 @@ def test_cached_and_raw_batches_have_the_same_other_prompts(arguments, tmp_path,
 
 
 @pytest.mark.slow
-def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, tmp_path):
+def test_shards_without_images_preserve_only_the_empty_prompt(run, tiny, pairs, tmp_path):
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     empty = ['objective.preserve.prompts=[""]', "scheduler=constant", "optimizer.lr=1e-2"]
     run("train", *short(tiny, pairs, tmp_path / "pictures", 4), cache, *empty)
@@ -71,13 +71,14 @@ def test_shards_alone_preserve_the_empty_prompt_and_no_other(run, tiny, pairs, t
     assert f'data.shards={folder} contains no conditioning of "make the sky red", "sharper' in error
 
 
-def test_which_prompt_a_sample_has_depends_on_seed_and_draw_alone():
+def test_prompt_of_a_sample_depends_only_on_seed_and_draw():
     indices = [Choices(7).preserved(draw, 4) for draw in range(400)]
     assert all(80 < indices.count(one) < 120 for one in range(4))
     assert indices != [Choices(8).preserved(draw, 4) for draw in range(400)]
     assert indices != [Choices(7).caption(draw, 4) for draw in range(400)]
 
 
+@pytest.mark.slow
 def test_token_budget_counts_the_longest_prompt(arguments, tmp_path):
     """Preserved prompts count as well, for each sample if the text encoder sees the images."""
     long = "objective.preserve.prompts=[" + "and rain " * 20 + "]"

@@ -57,7 +57,7 @@ CODE = '''def measure(overrides):
         ("measure.py", '"""Measure."""', '"""Return figures."""\n    # for a reason', True),
     ],
 )
-def test_a_row_is_outdated_by_what_changes_its_figures(tmp_path, monkeypatch, file, old, new, same):
+def test_a_row_is_outdated_by_changes_of_its_settings(tmp_path, monkeypatch, file, old, new, same):
     """Neither a new setting that is off nor a comment outdates a row."""
     shutil.copytree(runs.CONF, tmp_path / "conf")
     (tmp_path / "measure.py").write_text(CODE)

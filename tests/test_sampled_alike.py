@@ -29,7 +29,7 @@ def results(folder, step):
     return {p.stem: np.asarray(read_strip(p).result) for p in (folder / f"samples/step-{step:06d}").glob("*.png")}
 
 
-def test_samples_of_training_equal_predicts_to_the_bit(run, gallery, pairs, tmp_path):
+def test_sample_images_of_training_equal_predictions_to_the_bit(run, gallery, pairs, tmp_path):
     shown = gallery("shown")
     image = pairs / "control_images" / "03.png"
     run("predict", f"lora={shown.folder}", "prompt=mirror picture 3", f"image={image}", f"output_dir={tmp_path}")
@@ -124,6 +124,7 @@ def own_images(datasets, tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_images_without_targets_are_sampled_as_predict_edits_them(run, arguments, own_images, tmp_path):
     """Prediction follows the schedule and the negative prompt of the file's header."""
     model, common = "qwen_image_edit_plus", ["model.sampling.num_inference_steps=2", "optimizer.lr=3e-2"]
@@ -145,7 +146,8 @@ def test_images_without_targets_are_sampled_as_predict_edits_them(run, arguments
     assert edits == {("make it rain", 3.0), ("make it snow", 3.0)}
 
 
-def test_prompts_alone_are_sampled_by_text_to_image_models(run, arguments, tmp_path):
+@pytest.mark.slow
+def test_prompts_without_images_are_sampled_by_text_to_image_models(run, arguments, tmp_path):
     (tmp_path / "prompts.txt").write_text("a red dog\na blue dog\n")
     more = [f"sample_root={tmp_path / 'prompts.txt'}", "model.sampling.num_inference_steps=1", "model.resolution=64"]
     run("train", *arguments("z_image", tmp_path / "run", 1, *more, "callbacks.sample_images.count=0", shown=True))
@@ -157,7 +159,7 @@ def test_prompts_alone_are_sampled_by_text_to_image_models(run, arguments, tmp_p
         assert np.array_equal(picture, pixels(path))
 
 
-def test_what_is_wrong_with_images_of_ones_own_is_one_line(own_images, tmp_path, repositories):
+def test_mistakes_in_user_images_are_one_line(own_images, tmp_path, repositories):
     (own_images / "b.txt").unlink()
     with pytest.raises(UserError, match=r"sample_root: .*b.png has no instruction: write it into .*b.txt$"):
         own_edits(str(own_images), 0, 1024)
@@ -172,7 +174,8 @@ def test_what_is_wrong_with_images_of_ones_own_is_one_line(own_images, tmp_path,
         own_edits(str(own_images), 0, 1024)
 
 
-def test_several_references_of_one_edit_stand_in_one_line(run, repositories, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_several_references_of_one_edit_are_in_one_row(run, repositories, tmp_path, monkeypatch):
     """The references have different sizes, as in the stock pipeline."""
     model, names = "qwen_image_edit_plus", ("a.png", "b.png")
     for name, size in zip(names, ((64, 32), (32, 48)), strict=True):
@@ -196,7 +199,7 @@ def test_a_max_area_that_shrinks_nothing_is_noted(run, tmp_path):
     assert "note: max_area=4096 has no effect: no image is shrunk to it" in text
 
 
-def test_images_of_ones_own_without_sample_images_are_refused(refuses, own_images):
+def test_user_images_without_sample_images_are_refused(refuses, own_images):
     words = "callbacks.sample_images=null samples no images. Leave one out."
     refuses(f"sample_root={own_images}", "callbacks.sample_images=null", words=words)
 
@@ -210,6 +213,7 @@ class Watching(CSVLogger):
         self.shown.append((key, [np.asarray(image).copy() for image in images], step))
 
 
+@pytest.mark.slow
 def test_settings_and_sample_images_go_to_every_logger_that_takes_them(run, tiny, pairs, tmp_path):
     arguments = [one for one in short(tiny, pairs, tmp_path / "run", 2, shown=True) if one != "logger=none"]
     loggers = [

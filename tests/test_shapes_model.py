@@ -34,7 +34,7 @@ def test_folder_is_small_and_in_bf16():
     assert {tensor.dtype for one in weights for tensor in one.values()} == {torch.bfloat16}
 
 
-def test_card_edits_a_picture_in_the_stock_pipeline_and_predict_gives_the_same(run, tmp_path, monkeypatch):
+def test_card_edits_an_image_in_the_stock_pipeline_as_predict_does(run, tmp_path, monkeypatch):
     example = Image.open(SHAPES / "example.png")
     assert ImageChops.difference(example, draw(EXAMPLE)).getbbox() is None
     card = (SHAPES / "README.md").read_text(encoding="utf-8")

@@ -254,7 +254,7 @@ def test_a_gguf_header_ends_with_its_file(tmp_path, kind, count):
         single_file.open_file(tmp_path / "x.gguf")
 
 
-def test_a_gguf_header_has_not_more_values_than_a_vocabulary(tmp_path, monkeypatch):
+def test_a_gguf_header_has_no_more_values_than_a_vocabulary(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setattr(single_file, "MOST_READS", 1000)
     (tmp_path / "x.gguf").write_bytes(gguf(0, 2**60) + b"\0" * 5000)
@@ -272,7 +272,7 @@ def test_control_characters_reach_no_terminal(capsys, run):
 # What is published.
 
 
-def test_what_is_published_comes_from_inside_of_the_root(run, tiny, tmp_path, monkeypatch):
+def test_published_files_come_from_inside_the_root(run, tiny, tmp_path, monkeypatch):
     """Links and paths of a table that lead elsewhere are trained on, and shown to their owner only."""
     root = make_pairs(tmp_path / "pairs", [(64, 48)] * 4)
     secret = tmp_path / "secret.txt"

@@ -12,7 +12,8 @@ from tests.support.commands import metrics, short
 from tests.support.gallery import SHOWN
 
 
-def test_sweep_leaves_a_table_and_a_page_with_the_best_first_and_goes_on_after_a_failing_job(
+@pytest.mark.slow
+def test_sweep_writes_a_table_and_a_page_with_the_best_first_and_continues_after_a_failing_job(
     run, tiny, pairs, tmp_path
 ):
     """Only one model is in memory at a time."""

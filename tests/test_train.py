@@ -36,7 +36,7 @@ def test_max_steps_schedule_and_ranks_count_optimizer_steps(run, tiny, pairs, tm
     assert (tmp_path / "run" / "active_ranks.png").is_file()
 
 
-def test_run_folder_holds_what_is_promised(run, gallery, tmp_path):
+def test_run_folder_contains_the_documented_files(run, gallery, tmp_path):
     shown = gallery("shown")
     folder = shown.folder
     for name in ("step-000002", "step-000004", "last"):

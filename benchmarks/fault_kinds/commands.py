@@ -26,7 +26,7 @@ class Command:
     Args:
         folder: where it runs.
         log: the file that gets what it prints.
-        hooks: of modules that its process can import.
+        hooks: functions of modules that its process can import.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def on_changes(pattern: str, act: Callable[[str], None]) -> None:
     """Call `act` before each change of a file below the present folder: it is opened to write, renamed, removed.
 
     Args:
-        pattern: of the paths, relative to the present folder.
+        pattern: regular expression for the paths, relative to the current folder.
     """
     found, here = re.compile(pattern), os.getcwd() + os.sep
 

@@ -31,7 +31,7 @@ class Moment(NamedTuple):
     """A moment to act on a command: before one of its changes of files, or after so many seconds.
 
     Attributes:
-        pattern: of the paths of the changes that are counted.
+        pattern: regular expression for the paths whose changes are counted.
     """
 
     change: int | None
@@ -48,7 +48,7 @@ class Round:
     """A fault, injected once.
 
     Args:
-        name: of the fault.
+        name: name of the fault.
         seed: all that is drawn is a function of it.
         folder: which it has to itself.
 

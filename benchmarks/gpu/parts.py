@@ -71,7 +71,7 @@ class Part(NamedTuple):
             what is wrong, a line each.
         limit: seconds after which it is stopped.
         needs: seconds without which it is not begun.
-        row: of the speed table.
+        row: a row of the speed table.
         may_end: whether PyTorch's own faults may end its process; that is noted, and not a failure.
     """
 

@@ -67,7 +67,7 @@ class Simulated(NamedTuple):
     """A step without weights.
 
     Attributes:
-        flops: of its useful work.
+        flops: FLOPs of its useful work.
         trained: bytes of the adapter and of the optimizer's state.
         peak: the most bytes besides, by checkpointing policy.
     """

@@ -23,7 +23,7 @@ def work(connection: Connection, other_end: Connection, tiny: bool, device: str 
     """Send the device and the versions, then run each part that comes, and send its result.
 
     Args:
-        other_end: of the connection; while it is open here as well, the end of the parent is not seen.
+        other_end: the parent's end of the connection; while this process holds it open, it cannot see the parent end.
         device: None for a GPU where there is one.
         folder: for files.
     """

@@ -58,7 +58,7 @@ class Section:
     """A table of docs/quality.md, and perhaps its image.
 
     Attributes:
-        name: of the markers in docs/quality.md, and of the records.
+        name: name of the markers in docs/quality.md, and of the records.
         rows: overrides of train.py, and words without = that only `measure` knows, by the label of the row.
         measure: returns the figures of each seed from a row's overrides.
         columns: decimals by header.

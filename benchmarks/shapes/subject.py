@@ -137,7 +137,7 @@ class Judged(NamedTuple):
     """Facts about an image, each from 0 to 1; None where the prompt asks for nothing.
 
     Attributes:
-        iou: of the subject's shape where it fits best.
+        iou: best IoU of the subject's shape over all placements.
         pattern: share of the shape there that has the right one of the two colours, less that with the other one.
     """
 

@@ -27,7 +27,7 @@ def test_the_least_recomputation_that_fits_is_chosen():
 
 
 @pytest.mark.slow
-def test_runs_are_the_same_bits_whatever_is_chosen(run, runs, tiny, pairs, tmp_path, monkeypatch):
+def test_runs_are_bitwise_equal_under_any_policy(run, runs, tiny, pairs, tmp_path, monkeypatch):
     """Cases: no memory left, just enough for a policy, another process with less."""
     peaks, chosen = {}, []
     peak, of_blocks, reduce = memory.FakeStep.peak, checkpointing.set_checkpointing, SingleDeviceStrategy.reduce
@@ -63,7 +63,7 @@ def test_runs_are_the_same_bits_whatever_is_chosen(run, runs, tiny, pairs, tmp_p
     assert with_room_for(rooms["none"], elsewhere=rooms["every_2"]) == "every_2"
 
 
-def test_run_whose_estimate_fails_goes_on_with_full_checkpointing(run, tiny, pairs, tmp_path, monkeypatch):
+def test_run_whose_estimate_fails_uses_full_checkpointing(run, tiny, pairs, tmp_path, monkeypatch):
     def fail(*_):
         raise NotImplementedError("no fake of this operator")
 

@@ -62,7 +62,7 @@ def test_row_of_the_table_that_fits_is_one_line(line, figures):
 
 
 @pytest.mark.parametrize("best", [{}, {"strength": 0.6}, {"drift": 8.0}, {"psnr": 13.8, "strength": 0.5}])
-def test_nothing_is_said_of_a_run_that_went_well(best):
+def test_successful_run_gets_no_diagnosis(best):
     assert found(**best) is None
     assert diagnosis(LOSSES, [], None, "psnr", True) is None
     assert found([*LOSSES[:19], math.nan]) is None

@@ -88,7 +88,7 @@ def test_hub_that_fails_costs_one_line(hub, gallery, said):
     assert not hub.files
 
 
-def test_stop_does_not_wait_for_the_hub(hub, gallery, monkeypatch, said):
+def test_stopping_does_not_wait_for_the_hub(hub, gallery, monkeypatch, said):
     ended = threading.Event()
 
     def hang(*_):

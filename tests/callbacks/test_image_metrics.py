@@ -82,7 +82,7 @@ def test_each_fault_moves_its_metric_and_no_other(edit):
             assert found[blamed] > 4 * STILL[blamed], fault
 
 
-def test_an_edit_of_the_whole_image_has_a_strength_and_no_outside(edit):
+def test_an_edit_of_the_whole_image_has_a_strength_but_no_outside(edit):
     _, source, _ = edit
     target = 1 - source
     found = measured(source + 0.5 * (target - source), target, source)

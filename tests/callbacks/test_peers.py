@@ -86,7 +86,7 @@ def test_all_end_when_one_fails(launch, failing, tmp_path, launcher, rank, how, 
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
 
 
-def test_a_process_that_cannot_end_after_another_one_has_is_ended(start, failing, tmp_path):
+def test_a_process_that_hangs_after_another_ended_is_killed(start, failing, tmp_path):
     """Processes such as srun starts, which stops none when another fails."""
     hang = "+callbacks.hang._target_=tests.support.probes.HangAtTheEnd"
     first, _ = start_two(start, [[*failing(rank=1, how="kill"), "trainer.devices=2", hang]])
@@ -117,7 +117,7 @@ def test_a_run_ends_with_its_stacks_when_one_of_its_processes_hangs(start, tiny,
     assert checkpoint["global_step"] in (1, 2)
 
 
-def test_processes_that_see_different_folders_are_told_so(start, tiny, pairs, tmp_path):
+def test_processes_that_see_different_folders_are_refused(start, tiny, pairs, tmp_path):
     """Otherwise one would resume from a checkpoint and the other start afresh."""
     done = start("train", *short(tiny, pairs, tmp_path / "0", 2))
     assert done.wait(60) == 0

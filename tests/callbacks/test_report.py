@@ -60,7 +60,7 @@ def same(one, other) -> bool:
     return ImageChops.difference(one, other).getbbox() is None
 
 
-def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_machine(gallery, pairs):
+def test_page_opens_without_network_shows_its_images_and_names_nothing_of_the_machine(gallery, pairs):
     folder = gallery("shown").folder
     page = Page(folder / "report.html")
     assert page.links == []
@@ -83,7 +83,7 @@ def test_page_opens_without_network_shows_its_pictures_and_names_nothing_of_the_
     assert grid.width > grid.height
 
 
-def test_page_is_written_so_seldom_that_it_takes_a_hundredth_of_the_time(tmp_path, monkeypatch):
+def test_page_is_written_rarely_enough_to_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
     now, written = [1000.0], []
 
     def write(*_, **__):
@@ -101,7 +101,8 @@ def test_page_is_written_so_seldom_that_it_takes_a_hundredth_of_the_time(tmp_pat
     assert 0.5 * len(written) <= 0.01 * 1000 + 0.5
 
 
-def test_page_of_a_running_run_says_what_is_known_now(run, tiny, pairs, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_page_of_a_running_run_shows_its_current_state(run, tiny, pairs, tmp_path, monkeypatch):
     """The page reloads itself until the end, and the base's image differs from the later ones."""
     pages, write = [], Report._write
 
@@ -128,7 +129,7 @@ def test_page_of_a_running_run_says_what_is_known_now(run, tiny, pairs, tmp_path
 
 
 @pytest.mark.slow
-def test_code_for_diffusers_gives_the_picture_of_predict(run, tiny, pairs, tmp_path, monkeypatch):
+def test_code_for_diffusers_creates_the_image_of_predict(run, tiny, pairs, tmp_path, monkeypatch):
     """Both blocks of the page are run unchanged."""
     monkeypatch.chdir(tmp_path)
     settings = [*short(tiny, pairs, tmp_path / "run", 4, shown=True), *SHOWN]
@@ -163,7 +164,7 @@ def test_code_for_diffusers_gives_the_picture_of_predict(run, tiny, pairs, tmp_p
         ("root: ${data.cache_dir}/shapes/x", "root: ${data.cache_dir}/shapes/x"),
     ],
 )
-def test_secrets_and_folders_are_left_out(text, expected):
+def test_secrets_and_folders_are_removed_from_reports(text, expected):
     assert without_secrets(text) == expected
 
 

@@ -1,4 +1,4 @@
-"""Processes share sample pictures and validation, and what comes of it is the same."""
+"""Processes share sample images and validation, and what comes of it is the same."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ def shown(folder):
 
 
 @pytest.mark.slow
-def test_shared_pictures_and_figures_are_those_of_one_process_and_training_does_not_see_them(
+def test_images_and_figures_of_two_processes_equal_those_of_one_and_training_is_unchanged(
     run, in_two_processes, overrides, trained, tmp_path
 ):
     """The weights stay constant; otherwise the order of a sum would differ between one and two processes."""

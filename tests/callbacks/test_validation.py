@@ -187,6 +187,7 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tmp_pa
     assert (len(data.training.samples), len(data.validation.samples)) == (16, 4)
 
 
+@pytest.mark.slow
 @every_model
 def test_every_family_is_validated_in_bf16_and_has_a_card(run, arguments, tmp_path, model):
     settings = [one for one in arguments(model, tmp_path / "run", 1, shown=True) if "dtype" not in one]
@@ -209,7 +210,7 @@ def test_every_family_is_validated_in_bf16_and_has_a_card(run, arguments, tmp_pa
 
 
 @pytest.mark.parametrize("data", first(1, ["cached", "pairs"]))
-def test_validation_loss_is_that_of_an_independent_computation(runs, tiny, pairs, data):
+def test_validation_loss_equals_an_independent_computation(runs, tiny, pairs, data):
     """The mean over samples of |velocity - (eps - x0)|^2, without LoRA: the base's; no seed plays a part.
 
     Over t it is weighted as the stock scheduler visits the bands.
@@ -244,6 +245,7 @@ def test_validation_loss_is_that_of_an_independent_computation(runs, tiny, pairs
     assert first["val_loss"] == pytest.approx(float((losses * weights).sum()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_early_stopping_waits_for_a_better_figure_in_vain(run, tmp_path, settings):
     """The training loss plays no part; the run counts as finished unless it is resumed without early stopping."""
     still = ["optimizer.lr=0", "sample_every=1", "trainer.max_steps=3", "callbacks.validation.patience=1"]
@@ -273,10 +275,10 @@ def test_metrics_are_those_of_the_images_on_disk(gallery):
         }.items():
             pairs_of = [[np.asarray(one, dtype=float) / 255 for one in pick(strip)] for strip in strips]
             expected = np.mean([-10 * np.log10(np.square(a - b).mean()) for a, b in pairs_of])
-            assert row[name] == pytest.approx(expected, abs=0.1)  # pictures on disk are rounded to 8 bits
+            assert row[name] == pytest.approx(expected, abs=0.1)  # images on disk are rounded to 8 bits
 
 
-def test_best_weights_are_those_of_the_best_row_and_a_run_that_goes_on_knows_them(run, gallery, copied, settings):
+def test_best_weights_are_those_of_the_best_row_also_after_resuming(run, gallery, copied, settings):
     folder = copied(gallery("shown"))
     measured = rows(folder)
     assert [row["step"] for row in measured] == [0, 2, 4]

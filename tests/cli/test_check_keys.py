@@ -236,7 +236,7 @@ def test_null_is_no_choice_for_a_group_whose_default_it_is(group):
         (["seed=1", "--cfg", "job", "save_every=2"], ["seed=1", "save_every=2", "--cfg", "job"]),
     ],
 )
-def test_options_and_settings_may_stand_in_any_order(arguments, read):
+def test_options_and_settings_may_have_any_order(arguments, read):
     assert read_arguments(arguments, "train") == read
 
 

@@ -80,7 +80,7 @@ def test_a_value_out_of_its_range_is_named(composed, script, key, values, rule):
         ("adapter.rank_pattern", {"a": "8"}, "adapter.rank_pattern={a: 8}"),
     ],
 )
-def test_a_quoted_number_is_called_text(composed, key, value, fix):
+def test_a_quoted_number_is_reported_as_text(composed, key, value, fix):
     cfg = deepcopy(composed["train"])
     OmegaConf.update(cfg, key, value, merge=False)
     with pytest.raises(UserError) as raised:
@@ -95,7 +95,7 @@ def test_names_of_lightning_for_the_right_precision_are_accepted(overrides):
     check_run(compose("train", *overrides))
 
 
-def test_precision_is_answered_as_typed_whatever_lightning_makes_of_it():
+def test_precision_is_reported_as_typed():
     for precision in ("16-mixed", "bf16", "16", "64-true"):
         with pytest.raises(UserError, match=f"trainer.precision={precision} is not compatible with .* use 32-true"):
             check_run(compose("train", f"trainer.precision={precision}"))

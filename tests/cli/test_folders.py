@@ -79,7 +79,7 @@ def test_lock_file_that_was_left_names_no_holder_of_this_host(tmp_path, content,
     assert holder(tmp_path) == known
 
 
-def test_file_systems_without_locks_are_told_of_and_used(tmp_path, monkeypatch, caplog):
+def test_file_systems_without_locks_are_noted_and_used(tmp_path, monkeypatch, caplog):
     def no_locks(*_):
         raise OSError(37, "No locks available")
 
@@ -102,7 +102,7 @@ def test_folder_that_cannot_be_made_is_one_line(run, monkeypatch, output_dir, wo
     assert words in run("train", *where, "model=flux_kontext", ok=False).error
 
 
-def test_processes_that_are_started_from_elsewhere_must_be_told_where(run, monkeypatch, tmp_path):
+def test_processes_started_by_another_launcher_need_an_output_dir(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RETOUCH_OUTPUT_DIR", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")

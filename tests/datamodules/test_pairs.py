@@ -79,7 +79,7 @@ def transparent(root, side=32):
     return torch.tensor(list(alpha.getdata())).reshape(1, 1, side, side) / 255
 
 
-def test_alpha_of_a_target_is_its_mask_where_asked_for_and_else_a_note(tmp_path):
+def test_alpha_of_a_target_is_its_mask_if_configured_and_otherwise_noted(tmp_path):
     root = make_pairs(tmp_path, [(32, 32)] * 2)
     alpha = transparent(root)
     data = data_module(str(root))
@@ -121,7 +121,7 @@ def test_batch_of_two_keeps_each_samples_own_control(pairs):
         ({"root": [None]}, "no data to train on: give data.root"),
     ],
 )
-def test_nothing_to_learn_from_says_why(tmp_path, setting, message):
+def test_data_without_samples_says_why(tmp_path, setting, message):
     root = str(make_pairs(tmp_path, [(32, 32)] * 3))
     settings = {name: value.format(root=root) if isinstance(value, str) else value for name, value in setting.items()}
     with pytest.raises(UserError, match=message.format(root=root)):
@@ -150,7 +150,7 @@ def test_too_large_and_too_small_images_are_refused_by_their_headers_or_skipped(
         data_module(str(root), on_bad_image="skip")
 
 
-def test_pictures_of_several_frames_are_counted(tmp_path):
+def test_images_of_several_frames_are_counted(tmp_path):
     """Additional images that phones store in a JPEG do not count."""
     root = make_pairs(tmp_path, [(32, 32)] * 3)
     frames = [photograph(name, 32, 32) for name in ("coffee", "astronaut")]
@@ -161,7 +161,7 @@ def test_pictures_of_several_frames_are_counted(tmp_path):
     assert data_module(str(root)).notes == ["1 pair has images of several frames, of which the first is used"]
 
 
-def test_pictures_are_held_out_by_their_places_whatever_they_are_called(tmp_path, monkeypatch):
+def test_images_are_held_out_by_position_not_by_name(tmp_path, monkeypatch):
     root = make_pairs(tmp_path / "pairs", [(32, 32)] * 4)
     monkeypatch.chdir(tmp_path)
     data = data_module(["pairs", str(root)], val_count=1)
@@ -190,7 +190,7 @@ def test_nothing_to_learn_and_settings_without_effect_are_refused(pairs):
             data_module(str(pairs), **settings)
 
 
-def test_what_is_said_of_captions_and_roots(tmp_path):
+def test_notes_on_captions_and_roots(tmp_path):
     root = make_pairs(tmp_path, [(32, 32)] * 3)
     (root / "training_images" / "00.txt").write_text("[trigger] in the snow\nmake it snow")
     (root / "training_images" / "02.txt").write_text("\n")

@@ -33,7 +33,7 @@ def test_samples_are_drawn_equally_often(batch_size):
     assert all(abs(seen[index] - epochs) <= 6 for index in range(12))
 
 
-def test_repeats_are_drawn_so_often_in_an_epoch():
+def test_repeats_are_drawn_that_often_in_an_epoch():
     sampler = SizeBatchSampler(["s"] * 3, 1, seed=0, repeats=[1, 2, 5])
     assert sampler.batches_per_epoch() == 8
     for number in range(3):

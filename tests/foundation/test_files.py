@@ -43,7 +43,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("content", KINDS)
-def test_a_file_of_another_kind_is_named_for_what_it_is_and_not_called_damaged(tmp_path: Path, content: str) -> None:
+def test_a_file_of_another_kind_is_identified_and_not_called_damaged(tmp_path: Path, content: str) -> None:
     path = tmp_path / "lora.safetensors"
     path.write_bytes(KINDS[content][0])
     found = kind_of_file(path)
@@ -56,7 +56,7 @@ def test_a_file_of_another_kind_is_named_for_what_it_is_and_not_called_damaged(t
 
 
 @pytest.mark.parametrize("length", [0x28, 0x800280])  # the first bytes of pickles
-def test_safetensors_are_known_whatever_the_length_of_their_header(tmp_path: Path, length: int) -> None:
+def test_safetensors_are_recognised_with_any_length_of_header(tmp_path: Path, length: int) -> None:
     path = tmp_path / "lora.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b'{"a":')
     assert kind_of_file(path) is None
@@ -117,7 +117,7 @@ def test_a_file_is_read_up_to_a_size_and_a_device_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
-def test_a_lock_that_is_no_file_of_ours_is_neither_written_nor_waited_for(tmp_path, kind):
+def test_a_foreign_lock_file_is_neither_written_nor_waited_for(tmp_path, kind):
     """A link in a run from elsewhere would have emptied the file that it names."""
     victim, lock = tmp_path / "victim", tmp_path / "run/.lock"
     lock.parent.mkdir()

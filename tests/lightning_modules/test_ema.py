@@ -23,7 +23,7 @@ def weights_of(ema, history, batches):
         return parameter.item()
 
 
-def test_average_is_the_sum_of_all_values_by_the_samples_since():
+def test_average_weights_values_by_the_samples_since():
     """Batches have different sizes; the half-life grows up to its setting."""
     history, batches, half_life = [3.0, -1.0, 4.0, 1.5, -9.0, 2.6], [4, 1, 7, 30, 8], 2.5
     seen = [sum(batches[: n + 1]) for n in range(len(batches))]
@@ -44,7 +44,7 @@ def test_start_is_a_power_function_of_the_samples():
     assert average / 2000 == pytest.approx((power + 1) / (power + 2), rel=1e-3)
 
 
-def test_step_that_is_left_out_moves_nothing_and_does_not_count():
+def test_skipped_step_moves_nothing_and_does_not_count():
     """The skipped step may be the first one, or within an accumulation window."""
     averages = []
     for left_out in (False, True):
@@ -85,6 +85,6 @@ def test_parameters_come_back_bit_for_bit_also_after_an_error():
     assert all(torch.equal(state["ema"]["weights"][name], averages[name]) for name in parameters)
 
 
-def test_what_to_sample_with_is_one_of_two():
+def test_sample_with_is_one_of_two_words():
     with pytest.raises(UserError, match=r"ema\.sample_with=both: choose ema or raw"):
         EMA(None, "both")

@@ -67,7 +67,7 @@ def test_unknown_law_is_refused_in_a_line():
         timestep_law("cosmap")
 
 
-def test_draw_depends_on_seed_and_number_alone():
+def test_draw_depends_only_on_seed_and_index():
     law = timestep_law("logit_normal")
     together = sample_noise(1, [7, 8], SHAPE, law, 1.0)
     alone = sample_noise(1, [8], SHAPE, law, 1.0)
@@ -85,7 +85,7 @@ def test_draws_of_neighbours_are_unrelated_and_normal():
     assert (eps[:-1] * eps[1:]).mean().abs() < 0.02
 
 
-def test_masked_loss_weighs_pixels_and_normalizes_each_sample():
+def test_masked_loss_weights_pixels_and_normalizes_each_sample():
     velocity, target = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
     full = flow_loss(velocity, target)
     torch.testing.assert_close(full, (velocity - target).square().mean(dim=(1, 2, 3)))

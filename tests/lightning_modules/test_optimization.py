@@ -15,7 +15,7 @@ from lightning_modules.optimization import Optimization
 
 
 @pytest.mark.parametrize("settings", [{"wieght_decay": 0.1}, {"betas": (2.0, 0.9)}])
-def test_settings_that_an_optimizer_refuses_are_said_before_a_model_is_loaded(settings):
+def test_settings_that_an_optimizer_refuses_are_named_before_loading(settings):
     refused = Optimization(partial(torch.optim.AdamW, lr=1e-4, **settings), None, 1, None)
     with pytest.raises(UserError, match=r"^optimizer: "):
         refused.check_optimizer()

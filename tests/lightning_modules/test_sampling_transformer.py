@@ -1,4 +1,4 @@
-"""Pictures by another transformer than the one that trains."""
+"""Images by another transformer than the one that trains."""
 
 import shutil
 import weakref
@@ -14,7 +14,6 @@ from lightning_modules.family import stock_pipeline
 from lightning_modules.inference import SamplingTransformer
 from lightning_modules.pretrained.transformer import TransformerSource
 from report.images import read_strip
-from tests.support.combinations import first
 from tests.support.commands import compose, short, weights
 from tests.support.pictures import pixels, records
 from tests.support.tiny_adapters import build
@@ -45,10 +44,9 @@ def result(folder, step):
     return np.asarray(read_strip(path).result).astype(int)
 
 
-@pytest.mark.parametrize(
-    "more", first(1, [["optimizer=adamw_schedule_free"], ["adapter=tlora"]]), ids=["averaged", "tlora"]
-)
-def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_without(
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["optimizer=adamw_schedule_free"], ["adapter=tlora"]], ids=["averaged", "tlora"])
+def test_sample_images_equal_a_prediction_with_that_transformer_and_training_is_unchanged(
     run, settings, distilled, pairs, tmp_path, more, monkeypatch
 ):
     loaded, load = [], TransformerSource.load
@@ -72,7 +70,7 @@ def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_wi
     assert np.abs(made[0] - made[1]).max() > 3
     assert np.abs(made[1] - result(tmp_path / "without", 3)).max() > 3
 
-    # The setting of pictures wins over that of the model, which is no transformer at all.
+    # The setting of images wins over that of the model, which is no transformer at all.
     where = [f"lora={tmp_path / 'with'}", f"output_dir={tmp_path / 'made'}", "trainer.accelerator=cpu"]
     prompt = (pairs / "training_images/00.txt").read_text()
     request = [f"image={pairs / 'control_images/00.png'}", f"prompt={prompt}", "num_inference_steps=3", "seed=42"]
@@ -90,7 +88,7 @@ def test_sample_pictures_are_those_of_a_prediction_with_it_and_training_is_as_wi
     assert str(distilled) not in card.read_text()
 
 
-def test_it_says_whether_it_is_distilled_and_brings_its_scheduler(tiny, distilled, tmp_path, monkeypatch):
+def test_sampling_transformer_sets_is_distilled_and_the_scheduler(tiny, distilled, tmp_path, monkeypatch):
     def pipeline(name, chosen):
         module = build(tiny, "lora", f"model.transformer_name_or_path={name}")
         kontext = stock_pipeline(module.pipeline_name)
@@ -114,7 +112,9 @@ def test_it_says_whether_it_is_distilled_and_brings_its_scheduler(tiny, distille
     assert pipeline(marked / "transformer", True) == (False, 3.0)
 
 
-def test_what_cannot_take_the_lora_is_refused_before_the_start(refuses, repositories, tiny, distilled, tmp_path):
+def test_incompatible_sampling_transformer_is_refused_before_the_start(
+    refuses, repositories, tiny, distilled, tmp_path
+):
     def refused(name):
         return refuses(f"model.sampling.transformer_name_or_path={name}")
 

@@ -3,7 +3,7 @@
 from lightning_modules import timing
 
 
-def test_a_stage_beside_training_within_another_counts_once(monkeypatch):
+def test_nested_stages_of_the_timer_count_once(monkeypatch):
     """Otherwise the rates of the steps in between would be negative."""
     clock = iter(range(100))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))

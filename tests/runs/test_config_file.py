@@ -17,7 +17,7 @@ def config(tmp_path):
     return tmp_path / "config.yaml"
 
 
-def test_what_this_user_wrote_is_own_wherever_it_is_copied_until_somebody_changes_it(config, tmp_path, monkeypatch):
+def test_a_users_settings_are_trusted_in_any_folder_until_changed(config, tmp_path, monkeypatch):
     assert is_own(config)
     copy = tmp_path / "elsewhere.yaml"
     copy.write_bytes(config.read_bytes())
@@ -77,7 +77,7 @@ def test_content_is_omegaconfs(config):
         pytest.param("a: 1\0", id="NUL"),
     ],
 )
-def test_what_settings_never_are_is_one_line(tmp_path, content):
+def test_invalid_settings_files_are_one_line(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(UserError, match=r"config\.yaml is damaged .*; repair or remove it") as error:
         read_config(tmp_path / "config.yaml")

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import gc
 import importlib
 import os
 import signal
@@ -81,10 +82,11 @@ def run_here(script: str, *overrides: str) -> Outcome:
         arguments = mock.patch.object(sys, "argv", [f"{script}.py", *map(str, overrides)])
         # Hydra would compose all settings a second time to find the mode, which no YAML sets.
         mode = mock.patch.object(Hydra, "get_mode", return_value=None)
+        frozen = mock.patch.object(gc, "get_freeze_count", return_value=1)  # a million objects, counted by each command
         from runs.signals import stop
         from tests.support.composition import known_files
 
-        with environment, arguments, mode, known_files(), captured(output.name):
+        with environment, arguments, mode, frozen, known_files(), captured(output.name):
             try:
                 importlib.import_module(script).main()
             except SystemExit as end:

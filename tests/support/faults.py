@@ -71,7 +71,7 @@ EDITS: dict[str, Callable[[Image.Image], tuple[Image.Image, Image.Image]]] = {
 
 
 def moved(image: Image.Image, x: float, y: float, scale: float = 1.0) -> tuple[Image.Image, Image.Image]:
-    """The picture, and the same with its content (x, y) pixels right and down and scaled from the middle.
+    """The image, and the same with its content (x, y) pixels right and down and scaled from the middle.
 
     Both without the borders, that nothing is invented.
     """

@@ -187,7 +187,7 @@ def native_state(state: dict[str, Tensor], transformer: torch.nn.Module, native:
     Args:
         state: by diffusers' names; the dtypes and the sizes of all dimensions but the first are arbitrary.
         transformer: it may be on the meta device.
-        native: of several names of a tensor, the first is used.
+        native: if a tensor has several names, the first is used.
     """
     names, left, found = LayerNames(transformer, native), dict(state), {}
     for name, layers in (names.native | in_blocks(native.read_only, names.shapes)).items():

@@ -46,7 +46,7 @@ class Fail(L.Callback):
     """Lets one process of several fail in its second step, and the others wait there for something else.
 
     Args:
-        rank: of the process that fails.
+        rank: rank of the process that fails.
         how: a mistake or kill.
         others: step, or hang in a library, out of Python's reach.
     """
@@ -81,7 +81,7 @@ class HangAtTheEnd(L.Callback):
 
 
 class InOrder(Metric):
-    """A metric that is no mean over pictures: it depends on their order, too."""
+    """A metric that is no mean over images: it depends on their order, too."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class InOrder(Metric):
 
 
 class StopWhileSampling(L.Callback):
-    """The second process gets SIGTERM in the middle of its sample pictures of a step."""
+    """The second process gets SIGTERM in the middle of its sample images of a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -125,7 +125,7 @@ class StopAt(L.Callback):
 
 
 class CountShares(L.Callback):
-    """Writes down how many sample pictures and validation losses each process made: rank0, rank1."""
+    """Writes down how many sample images and validation losses each process made: rank0, rank1."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

@@ -40,7 +40,7 @@ class Reference:
         call: arguments of the pipeline that make it do the same.
         guided: arguments that turn guidance on; `unguided` those that turn it off.
         length: tokens from which on a prompt is cut; None where only its family's own tests know.
-        prompts: of two samples of a batch, of equal length where padding is not masked.
+        prompts: prompts of a batch of two, of equal length where padding is not masked.
         size: (width, height) of a sample's target.
     """
 

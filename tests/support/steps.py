@@ -53,7 +53,7 @@ def inputs(module, samples=2, width=12, text=None):
     """x_t, t, controls and prompt of any family; where the text has a mask, one sample's ends early.
 
     Args:
-        width: of the target's latent.
+        width: width of the target's latent.
         text: how many tokens of text; None for those of a short prompt.
     """
     generator = torch.Generator().manual_seed(1)

@@ -165,7 +165,7 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
 
 
 def build_z_image(folder: Path) -> None:
-    """A ZImagePipeline; text and pictures are padded with tokens that do something."""
+    """A ZImagePipeline; text and images are padded with tokens that do something."""
     tokenizer = build_tokenizer([*CHAT, "<think>", "</think>"], QWEN3_TEMPLATE)
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(6)
@@ -246,7 +246,7 @@ class Tiny:
         call: what its stock pipeline must be told to do as we do.
         guidance: settings of predict.py and of the stock pipeline, by which it guides.
         takes_list: whether that takes several images.
-        sized: whether it is told the size of the picture; else that follows from the image.
+        sized: whether it is told the size of the image; else that follows from the image.
         variant: whether another model stands for it in the suite.
     """
 

@@ -41,7 +41,7 @@ def test_exponent_has_the_standard_deviation(std):
 
 
 @pytest.mark.parametrize("std", [0.05, 0.20])
-def test_weights_are_those_of_an_average_kept_at_each_saving(std):
+def test_averaged_weights_equal_an_average_kept_at_each_checkpoint(std):
     """The reference is the update of equation 127 of the paper; later files weigh more, and the weights sum to one."""
     steps = [100, 200, 300, 400, 470]
     weights = ema_weights(steps, std)
@@ -55,6 +55,7 @@ def test_weights_are_those_of_an_average_kept_at_each_saving(std):
     assert weights[:4] == sorted(weights[:4])
 
 
+@pytest.mark.slow
 def test_run_is_averaged_from_its_raw_weights_for_each_length(whole, tmp_path):
     text = run_task("average", f"lora={whole}", "average.relative_std=[0.05,0.2]", f"output_dir={tmp_path}")
     assert "raw weights of 5 files, step 1 to 5" in text
@@ -74,7 +75,7 @@ def test_run_is_averaged_from_its_raw_weights_for_each_length(whole, tmp_path):
         assert any(not torch.equal(tensor, raw(whole, 5)[name]) for name, tensor in found.items())
 
 
-def test_an_average_is_replaced_only_when_told_to(whole, tmp_path):
+def test_an_existing_average_is_replaced_only_if_configured(whole, tmp_path):
     folder = tmp_path / "mean"
     again = ["average", f"lora={whole}", f"output_dir={folder}"]
     run_task(*again)
@@ -103,7 +104,7 @@ def test_equal_files_give_themselves(whole, tmp_path):
     assert all(torch.equal(tensor, tensors(source)[0][name]) for name, tensor in found.items())
 
 
-def test_files_of_no_one_run_are_refused(gallery, whole, tmp_path):
+def test_files_of_different_runs_are_refused(gallery, whole, tmp_path):
     step = whole / "lora" / "step-000003-raw"
 
     def other(name, change, edit=lambda found: found):

@@ -104,7 +104,7 @@ def test_a_caption_that_comes_while_the_model_writes_is_kept(run, arguments, bar
     assert "00" not in {one["key"] for one in proposals(tmp_path / "out")}
 
 
-def test_a_caption_is_never_overwritten_unless_told_to(run, arguments, bare):
+def test_a_caption_is_overwritten_only_if_configured(run, arguments, bare):
     (bare / "training_images" / "02.txt").write_text("")  # an empty one is one
     run("predict", *arguments(bare))
     first = captions(bare)
@@ -120,7 +120,7 @@ def test_a_caption_is_never_overwritten_unless_told_to(run, arguments, bare):
     assert "7 of 7 samples get a new caption" in outcome.text
 
 
-def test_killed_and_started_again_it_writes_what_it_would_have_written(run, start, arguments, tmp_path):
+def test_killed_captioning_resumes_and_writes_the_same_captions(run, start, arguments, tmp_path):
     longer = "captioner.max_new_tokens=40"
     whole = write_pairs(tmp_path / "whole", [(64, 48)] * 40)
     killed = shutil.copytree(whole, tmp_path / "killed")
@@ -140,7 +140,7 @@ def test_killed_and_started_again_it_writes_what_it_would_have_written(run, star
     }
 
 
-def test_a_signal_ends_it_behind_the_batch_and_keeps_what_is_done(start, arguments, tmp_path):
+def test_a_signal_stops_captioning_after_the_batch_and_keeps_its_captions(start, arguments, tmp_path):
     root = write_pairs(tmp_path / "many", [(64, 48)] * 40)
     process = start("predict", *arguments(root, "captioner.batch_size=1", "captioner.max_new_tokens=200"))
     wait_until(lambda: len(captions(root)) >= 2, process)
@@ -182,7 +182,7 @@ def test_of_a_table_a_new_one_is_written_to_train_on(run, arguments, bare, tmp_p
     assert [json.loads(line) for line in new.read_text().splitlines()] == made
 
 
-def test_pictures_alone_get_captions(run, arguments, tmp_path):
+def test_images_without_controls_get_captions(run, arguments, tmp_path):
     root = tmp_path / "alone"
     (root / "below").mkdir(parents=True)
     for name in ("astronaut", "coffee", "below/rocket"):

@@ -40,7 +40,7 @@ YAMLS = sorted(
 
 
 @pytest.mark.parametrize("model", YAMLS)
-def test_every_model_is_known_without_weights(model):
+def test_every_model_is_built_without_weights(model):
     cfg = compose("train", f"model={model}")
     module = without_network(cfg.model)
     module.check()
@@ -61,6 +61,7 @@ def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
     assert sizes[0] > sizes[1] > sizes[2]
 
 
+@pytest.mark.slow
 def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositories, pairs, tmp_path, monkeypatch):
     """Only JSON files exist; the plan is complete, with statistics in the autoencoder's weights."""
     name = compose("train", "model=flux2_klein_4b").model.pretrained_model_name_or_path
@@ -150,7 +151,7 @@ def test_cache_is_as_large_as_planned(run, planned, tmp_path):
     assert sum(row["bytes"] for row in rows) - headers == pytest.approx(plan.cache, rel=0.05)
 
 
-def test_activations_are_what_a_real_step_holds(planned):
+def test_planned_activations_are_those_of_a_real_step(planned):
     """A real step of the same kind is counted in the same way."""
     plan, planned_module, _, cfg = planned
     assert planned_module.transformer is None

@@ -160,11 +160,11 @@ def test_training_starts_from_an_export_with_the_same_update(export, trained, ti
         ("out/snow_rank8_comfyui.safetensors", "snow_rank8"),
     ],
 )
-def test_a_file_is_called_after_what_it_is_of(path, expected):
+def test_an_exported_file_is_named_after_its_source(path, expected):
     assert title(Path(path)) == expected
 
 
-def test_a_file_that_is_there_is_replaced_only_when_told_to(made, tmp_path):
+def test_an_existing_file_is_replaced_only_if_configured(made, tmp_path):
     lora, _ = made("snow")
     request = ["export", f"lora={lora}", "format=peft", f"output_dir={tmp_path / 'out'}"]
     run_task(*request)

@@ -26,7 +26,7 @@ def weights_of(run):
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_first_components_are_what_the_mask_leaves(tiny, adapter):
+def test_first_components_equal_the_masked_lora(tiny, adapter):
     """Each rank is tested in a layer's own forward pass; a component of an orthogonal T-LoRA has two rows."""
     module = build(tiny, adapter)
     learn(module)
@@ -65,6 +65,7 @@ def test_the_rank_must_be_chosen_and_t_loras_are_not_added_up(refuses, gallery):
     refuses("task=export", f"merge=[{other},{one}]", "rank=2", words=merge, script="predict")
 
 
+@pytest.mark.slow
 def test_a_schedule_that_masks_nothing_needs_no_rank(runs, names, tmp_path):
     trained = runs(1, "adapter=ortho_tlora", "adapter.rank_schedule=constant").folder
     run_task("export", f"lora={trained}", f"output_dir={tmp_path}")

@@ -58,7 +58,7 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
     assert Image.open(output / "inspect.png").width > 1000
 
 
-def test_pictures_without_controls_are_inspected_too(repositories, tmp_path):
+def test_images_without_controls_are_also_inspected(repositories, tmp_path):
     root, output = tmp_path / "pictures", tmp_path / "output"
     root.mkdir()
     for name, photo in (("one", "coffee"), ("again", "coffee"), ("other", "rocket")):

@@ -80,11 +80,12 @@ def test_a_run_is_described_by_its_header_and_its_weights(info, trained):
 
 
 @pytest.mark.parametrize(("adapter", "width"), [("tlora", 1), ("ortho_tlora", 2)])
-def test_a_t_loras_schedule_is_said(info, gallery, adapter, width):
+def test_a_t_loras_schedule_is_printed(info, gallery, adapter, width):
     rows, _ = info(gallery(adapter).folder)
     assert {"kind timestep", "min_rank 1", "rank 4", f"width {width}"} <= set(rows["T-LoRA"][0].split(", "))
 
 
+@pytest.mark.slow
 def test_another_programs_file_is_the_same_lora(info, flux, updates, tmp_path):
     path = tmp_path / "x.safetensors"
     write(path, updates, {}, torch.float32, "comfyui", flux)
@@ -94,7 +95,7 @@ def test_another_programs_file_is_the_same_lora(info, flux, updates, tmp_path):
     assert number(rows["norm"][0]) == pytest.approx(float(dense(updates).norm()), rel=1e-3)
 
 
-def test_what_fits_no_model_is_described_all_the_same(info, tmp_path):
+def test_a_file_that_fits_no_model_is_described(info, tmp_path):
     path = tmp_path / "x.safetensors"
     unet = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
     halves = {f"{unet}.lora_down.weight": torch.ones(4, 8), f"{unet}.lora_up.weight": torch.ones(8, 4)}
@@ -114,7 +115,7 @@ def test_model_names_the_model_and_must_fit(info, updates, tmp_path):
         info(path, more=["model=qwen_image_edit"])
 
 
-def test_what_is_broken_is_said(info, updates, tmp_path):
+def test_broken_files_are_described(info, updates, tmp_path):
     path = tmp_path / "x.safetensors"
     first, second, *_ = LAYERS
     write(path, {**updates, second: updates[second].scaled(0.0)}, {})

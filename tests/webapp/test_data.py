@@ -195,7 +195,7 @@ def test_the_data_of_a_run_are_its_settings_also_in_its_commands(client, outputs
     assert compose("predict", *quote_values(words)).data == cfg.data
 
 
-def test_after_an_edit_in_the_page_training_encodes_that_sample_alone(client, run, tiny, root, tmp_path, opened):
+def test_after_an_edit_in_the_page_training_encodes_only_that_sample(client, run, tiny, root, tmp_path, opened):
     (root / "training_images/01.txt").write_text("now with one")
     given = [*short(tiny, root, tmp_path / "run", 1), f"data.cache_dir={tmp_path / 'cache'}"]
     assert "encoded 4 samples" in run("train", *given).text

@@ -85,7 +85,7 @@ def test_harmful_files_are_a_line_and_hide_no_other_run(client, outputs, name, h
     assert client.get("/run?run=first").status_code == 200
 
 
-def test_a_run_that_is_removed_meanwhile_is_not_there(client, outputs, monkeypatch):
+def test_a_run_removed_while_the_page_is_open_is_not_found(client, outputs, monkeypatch):
     monkeypatch.setattr(Shelf, "newest", lambda self: ["gone", "first"])
     assert client.get("/runs").status_code == 404
     assert client.get("/run?run=gone").status_code == 404

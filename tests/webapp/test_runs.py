@@ -111,7 +111,7 @@ def test_a_row_that_is_being_written_is_left_out(client, outputs):
     assert "[4, 0.5]" in answer.text, "the row before"
 
 
-def test_a_problem_is_shown_below_the_part_that_asked_which_stays(client, outputs):
+def test_a_problem_is_shown_below_the_form_which_stays(client, outputs):
     """Else a part that asks for itself again would be empty for good."""
     answer = client.get("/run?run=gone", headers={"hx-request": "true"})
     assert answer.text.startswith("<p")

@@ -87,7 +87,7 @@ def left(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stalled_upload_holds_up_no_end_and_nothing_is_left(tmp_path, number):
     with studio(tmp_path) as (process, address):
         client = opened(address)
@@ -103,7 +103,7 @@ def test_a_stalled_upload_holds_up_no_end_and_nothing_is_left(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_what_a_killed_page_left_is_removed_by_the_next_one_but_not_that_of_a_living_one(tmp_path):
+def test_files_of_a_killed_page_are_removed_by_the_next_and_those_of_a_running_page_kept(tmp_path):
     with studio(tmp_path) as (process, _):
         killed = left(tmp_path)
         process.kill()

@@ -33,7 +33,7 @@ QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0",
 def fields(text):
     """Return the value and the placeholder of each text field of the form."""
     found = re.findall(r'<input name="([^"]+)" value="([^"]*)"(?: placeholder="([^"]*)")?>', text)
-    return {name: (html.unescape(value), default) for name, value, default in found}
+    return {name: (html.unescape(value), html.unescape(default)) for name, value, default in found}
 
 
 def shown_command(client, **form):
@@ -49,6 +49,16 @@ def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
     assert "<option selected>dora</option>" in after
     assert "Also train on each sample mirrored." in before, "the comment above data.flip"
     assert "there is no such choice" in client.post("/start/form", data={"model": "nonsense"}).text
+
+
+def test_every_text_field_shows_the_default_of_its_setting(client):
+    """Typed in, all of them change nothing."""
+    shown = {name: default for name, (value, default) in fields(client.get("/start").text).items() if not value}
+    usual = {"data.root", "data.resolution", "data.batch_size", "adapter.rank", "adapter.alpha", "optimizer.lr"}
+    assert shown.keys() >= usual | {"trainer.max_steps", "ema.half_life", "save_every", "sample_every", "data.shards"}
+    typed = read_values([f"{name}={default}" for name, default in shown.items()], "train")
+    expected, found = (compose("train", "output_dir=x", *one) for one in ([], typed))
+    assert OmegaConf.to_container(found, resolve=True) == OmegaConf.to_container(expected, resolve=True)
 
 
 def test_command_is_what_the_form_says_word_for_word(client, outputs):

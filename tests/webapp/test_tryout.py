@@ -58,13 +58,14 @@ def equal(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_kept_model_creates_the_images_of_a_fresh_one_whatever_it_had_before(run, loras, photo, tmp_path, monkeypatch):
-    """Base, LoRA at two strengths, a mix, T-LoRA, DoRA, LoKr, and the first ones again."""
+@pytest.mark.slow
+def test_kept_model_creates_the_images_of_a_fresh_one_after_any_lora(run, loras, photo, tmp_path, monkeypatch):
+    """Base, LoRA at two strengths, a mix of LoRA, LoKr and T-LoRA, DoRA, and the first two again."""
     loads, load = [], FrozenBase.load_transformer
     monkeypatch.setattr(FrozenBase, "load_transformer", lambda base: loads.append(base) or load(base))
     mix = [f"lora=[{loras / 'a'},{loras / 'k'},{loras / 't'}]", "lora_weights=[1,0.3,0.5]"]
     requests = [["seed=3"], [f"lora={loras / 'a'}", "lora_scale=[0.5,1]"], mix]
-    requests += [[f"lora={loras / name}"] for name in "btdk"]
+    requests += [[f"lora={loras / 'd'}"]]
     common = [f"image={photo}", "prompt=make it snow", "num_inference_steps=2"]
     fresh, kept = [], []
     for number, request in enumerate(requests):
@@ -74,7 +75,7 @@ def test_kept_model_creates_the_images_of_a_fresh_one_whatever_it_had_before(run
     loads.clear()
     token = KEPT.set({})
     try:
-        for number, request in enumerate([*requests, *requests[:3]]):
+        for number, request in enumerate([*requests, *requests[:2]]):
             run("predict", *common, *request, f"output_dir={tmp_path / f'kept-{number}'}")
             kept.append(images(tmp_path / f"kept-{number}"))
             assert equal(kept[-1], fresh[number % len(requests)]), request

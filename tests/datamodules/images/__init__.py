@@ -1,1 +1,1 @@
-"""Pictures, captions and drawn shapes."""
+"""Images, captions and drawn shapes."""

@@ -139,7 +139,7 @@ def test_lab_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("space", "index", "adobe"), [(1, "R98", False), (2, "R03", True), (65535, "R03", True), (65535, "R98", False)]
 )
-def test_exif_of_a_camera_says_adobe_rgb(tmp_path, space, index, adobe):
+def test_exif_of_a_camera_specifies_adobe_rgb(tmp_path, space, index, adobe):
     image = photograph("astronaut", *SIZE)
     exif = Image.Exif()
     exif.get_ifd(0x8769)[0xA001] = space
@@ -294,7 +294,7 @@ def test_values_of_a_mask_are_no_colours(tmp_path):
     assert load_mask(tmp_path / "m.png", Window.whole(SIZE)).unique().tolist() == pytest.approx([128 / 255])
 
 
-def test_cache_knows_a_picture_otherwise_only_where_its_profile_changes_it(tmp_path):
+def test_cache_key_changes_only_if_a_profile_changes_pixels(tmp_path):
     """Checksums of images without a profile stay as they were."""
     image = photograph("astronaut", *SIZE)
     for name, icc in (("plain", None), ("p3", PROFILES["P3"]), ("damaged", b"junk" * 40)):

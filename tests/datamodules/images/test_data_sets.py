@@ -38,7 +38,7 @@ def test_plain_tables_of_bytes(tmp_path, kind):
     assert str(sample.target) == f"{root} row 0 after"
 
 
-def test_paths_are_files_beside_the_table(tmp_path):
+def test_paths_are_files_next_to_the_table(tmp_path):
     for number in (0, 1):
         (tmp_path / f"{number}.png").write_bytes(picture(number))
     root = parquet(tmp_path, source=["0.png", "0.png"], target=["1.png", "9.png"], text=["x", "y"])
@@ -76,7 +76,7 @@ def test_numbered_columns_may_be_empty_but_for_the_first(tmp_path):
     assert found.incomplete == [f"data.root={root} row 2: input_image is empty"]
 
 
-def test_split_is_train_or_the_one_behind_the_hash(tmp_path):
+def test_split_is_train_or_the_one_after_the_hash(tmp_path):
     root = as_snapshot(tmp_path / "mine")
     assert len(find_samples([Root(root)]).samples) == 4
     assert len(find_samples([Root(f"{root}#test")]).samples) == 1

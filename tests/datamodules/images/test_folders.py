@@ -305,7 +305,7 @@ def test_images_made_of_captioned_ones_are_masks_or_named_and_never_samples(tmp_
     assert (named in found.notes[0] and f"{tmp_path}" in found.notes[0]) if named else found.notes == ()
 
 
-def test_images_without_any_captions_are_samples_but_not_what_is_made_of_them(tmp_path):
+def test_images_without_any_captions_are_samples_but_not_their_masks(tmp_path):
     write(tmp_path, "a.png", "a-2.png", "b/a.png", "c/masks/d.png", "c/d.png", "masks/a.png", "x/00001.png")
     found = captioned_in(tmp_path)
     masks = {one.key: one.mask is not None for one in found.samples}
@@ -384,7 +384,7 @@ def test_two_masks_of_an_image_are_refused(tmp_path):
         (captioned_in, ["train/a.png", "train/metadata.csv"], r"train has a table of its own\. Name that folder as"),
     ],
 )
-def test_folders_without_what_is_looked_for_are_refused(tmp_path, find, names, message):
+def test_folders_without_samples_are_refused(tmp_path, find, names, message):
     write(tmp_path / "x", *names)
     with pytest.raises(UserError, match=message):
         find(tmp_path / "x")

@@ -59,7 +59,7 @@ def gray(image):
     st.integers(-45, 45),
     st.integers(-45, 45),
 )
-def test_a_shift_is_found_whatever_else_an_edit_does(photo, edit, x, y):
+def test_a_shift_is_found_despite_other_edits(photo, edit, x, y):
     control, target = moved(picture(photo), x, y)
     found = align(gray(control), gray(BESIDE[edit](target)))
     assert found is not None
@@ -89,7 +89,7 @@ def test_compression_is_no_edit_and_the_smallest_edit_is_one(photo):
 
 
 @pytest.mark.slow
-def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
+def test_fine_detail_of_a_large_image_is_an_edit(tmp_path):
     """A sharp image of 2400 pixels equals a blurred one in the small copies."""
     large = noisy(picture("gravel").resize((2400, 1800), Image.Resampling.BICUBIC)).convert("L").convert("RGB")
     large.save(tmp_path / "target.png")
@@ -102,7 +102,7 @@ def test_fine_detail_of_a_large_picture_is_an_edit(tmp_path):
     assert [finding.kind for finding in inspect_sample(compressed, ()).findings] == [Kind.NEARLY_EQUAL]
 
 
-def test_a_picture_may_be_of_any_size(tmp_path):
+def test_an_image_may_have_any_size(tmp_path):
     for name, size in (("long", (4000, 16)), ("least", (16, 16)), ("high", (17, 900))):
         picture("coffee").resize(size).save(tmp_path / "target.png")
         ImageOps.mirror(picture("coffee").resize(size)).save(tmp_path / "control.png")
@@ -112,7 +112,7 @@ def test_a_picture_may_be_of_any_size(tmp_path):
         assert [finding.kind for finding in inspect_sample(same, ()).findings] == [Kind.EQUAL]
 
 
-def test_several_controls_are_looked_at_each_for_what_it_is(tmp_path):
+def test_each_of_several_controls_is_inspected(tmp_path):
     """Cases: a style image of other proportions first, a control equal to the target, a missing control."""
     image = picture("coffee")
     for name, one in (("style", picture("rocket").resize((300, 400))), ("control", image), ("target", image)):
@@ -154,7 +154,7 @@ def test_a_print_has_the_bits_of_imagehash(photo):
         assert Print.of(image).hash == int(str(imagehash.phash(image)), 16)
 
 
-def test_copies_are_near_and_other_pictures_are_not():
+def test_copies_are_near_and_other_images_are_not():
     originals = [picture(photo) for photo in PHOTOGRAPHS]
     prints = [Print.of(image) for image in originals]
     assert list(matches(prints, prints)) == []

@@ -1,4 +1,4 @@
-"""Rejected pictures: found in every form, seen as their targets are, and known by their content."""
+"""Rejected images: found in every form, seen as their targets are, and known by their content."""
 
 import shutil
 
@@ -28,7 +28,7 @@ def root(tmp_path):
     return root
 
 
-def test_folders_and_columns_have_them(root):
+def test_rejected_images_come_from_folders_and_columns(root):
     found = find_samples([Root(root)])
     assert [one.rejected and one.rejected.name for one in found.samples] == ["00.png", "01.png", None]
     columns = ["source_image", "chosen_image", "rejected_image", "instruction"]
@@ -37,7 +37,7 @@ def test_folders_and_columns_have_them(root):
     assert (roles["target"], roles["rejected"]) == (["chosen_image"], ["rejected_image"])
 
 
-def test_a_rejected_picture_alone_is_incomplete(root):
+def test_a_rejected_image_without_a_target_is_incomplete(root):
     (root / "training_images" / "01.png").unlink()
     incomplete = find_samples([Root(root)]).incomplete
     assert f"{root}/rejected_images/01.png has no target image {root}/training_images/01.*" in incomplete
@@ -49,8 +49,8 @@ def data_of(root, *more):
     return data
 
 
-def test_they_are_seen_as_their_targets_are(tmp_path):
-    """Cropped and mirrored by the target's window: a target as the rejected picture is the target."""
+def test_rejected_images_have_the_views_of_their_targets(tmp_path):
+    """Cropped and mirrored by the target's window: a target as the rejected image is the target."""
     root = make_pairs(tmp_path / "pairs", [(210, 130), (130, 130)])
     shutil.copytree(root / "training_images", root / "rejected_images", ignore=shutil.ignore_patterns("*.txt"))
     crops = ["data.crop=random_cached", "data.buckets=aspect", "data.resolution=128", "data.flip=true"]
@@ -69,7 +69,7 @@ def test_samples_with_and_without_them_make_batches_of_their_own(root):
     assert np.array_equal(((raw.rejected + 1) * 127.5).round().permute(0, 2, 3, 1).numpy(), expected)
 
 
-def test_one_of_another_size_is_refused(root):
+def test_rejected_image_of_another_size_is_refused(root):
     photograph("cat", 64, 32).save(root / "rejected_images" / "01.png")
     with pytest.raises(UserError, match=r"01\.png and its target are 64x32 and 48x32: give both one size"):
         data_of(root)

@@ -1,4 +1,4 @@
-"""The drawn world: its pictures come from a seed, and its edits are exact."""
+"""The drawn world: its images come from a seed, and its edits are exact."""
 
 from random import Random
 
@@ -38,7 +38,7 @@ def changed(one, other) -> np.ndarray:
     return np.asarray(ImageChops.difference(one, other)).max(-1) > 0
 
 
-def test_pictures_are_a_function_of_the_seed(tmp_path):
+def test_drawn_images_are_a_function_of_the_seed(tmp_path):
     found = [drawn(tmp_path / name, list(EDITS), 30, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     pixels = [[np.asarray(open_image(path)) for s in one.samples for path in (s.target, *s.controls)] for one in found]
     assert [s.prompts[0] for s in found[0].samples] == [s.prompts[0] for s in found[1].samples]
@@ -96,12 +96,12 @@ def test_the_order_of_edits_decides_the_folder(tmp_path):
         ((["move"], 0, 0), "at least one of each"),
     ],
 )
-def test_mistakes_are_told(tmp_path, arguments, message):
+def test_mistakes_in_drawn_data_are_one_line(tmp_path, arguments, message):
     with pytest.raises(UserError, match=message):
         drawn(tmp_path, *arguments)
 
 
-def test_pairs_of_ones_own_replace_the_drawn_ones_and_are_not_written_to(pairs, tmp_path):
+def test_user_pairs_replace_the_drawn_ones_and_are_not_written_to(pairs, tmp_path):
     before = sorted(pairs.rglob("*"))
     data = instantiate(compose("train", "data=shapes", f"data.root={pairs}", f"data.cache_dir={tmp_path}").data)
     data.scan()

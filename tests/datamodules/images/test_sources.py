@@ -110,7 +110,7 @@ def test_missing_library_of_data_sets_is_a_line(tmp_path, monkeypatch):
 SETTINGS = {"resolution": 1024, "prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None}
 
 
-def test_a_root_has_its_own_settings_and_the_others_of_all():
+def test_a_root_has_its_own_settings_and_inherits_the_others():
     value = ["a", {"path": "b", "repeats": 3, "weight": 0.2, "resolution": [512, 768, 512], "prefix": "sks "}]
     assert as_roots("root", value, SETTINGS) == [
         Root("a", resolution=(1024,)),

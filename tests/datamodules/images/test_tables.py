@@ -123,7 +123,7 @@ def test_numbered_controls_and_named_columns(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["wikimedia", "https://example.com/a.jpg"])
-def test_a_source_that_is_no_image_makes_no_pairs(tmp_path, source):
+def test_a_source_column_without_images_makes_no_pairs(tmp_path, source):
     root = write(tmp_path, file_name="a.png", text="a cup", source=source)
     assert [one.prompts for one in find_captioned([root], None).samples] == [("a cup",)] * 2
     root = write(tmp_path, file_name="a.png", text="a cup", source="b.png")

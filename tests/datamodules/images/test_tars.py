@@ -1,4 +1,4 @@
-"""Tars of pictures: what their members are, and what is wrong with them."""
+"""Tars of images: what their members are, and what is wrong with them."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ def test_masks_references_and_captions(tmp_path):
     assert (len(two.controls), two.mask) == (1, None)
 
 
-def test_pictures_with_captions(tmp_path):
+def test_images_with_captions(tmp_path):
     members = {"a/1.jpg": picture(0, "JPEG"), "a/1.txt": b"a cup", "b/1.JPG": picture(1, "JPEG")}
     members |= {"b/1.json": b'{"caption": "a cat", "image": "x.jpg"}', "c.png": picture(2)}
     found = find_captioned([Root(write_tar(tmp_path / "x.tar", members))], "sks")
@@ -53,7 +53,7 @@ def test_tar_of_the_braces_that_is_missing_is_named(tmp_path):
         find_samples([Root(f"{tmp_path}/{{000..002.tar")])
 
 
-def test_tar_that_is_cut_anywhere_gives_what_is_before_and_a_line(tmp_path):
+def test_tar_cut_anywhere_yields_the_samples_before_the_cut_and_a_line(tmp_path):
     tar = write_tar(tmp_path / "x.tar", tar_members(range(3)))
     whole = find_samples([Root(tar)]).samples
     content = tar.read_bytes()
@@ -71,7 +71,7 @@ def test_tar_that_is_cut_anywhere_gives_what_is_before_and_a_line(tmp_path):
         assert "ends early" in found.incomplete[0]
 
 
-def test_zeroed_header_in_the_middle_is_said(tmp_path):
+def test_zeroed_header_in_the_middle_is_noted(tmp_path):
     tar = write_tar(tmp_path / "x.tar", tar_members(range(3)))
     content = bytearray(tar.read_bytes())
     with tarfile.open(tar) as whole:

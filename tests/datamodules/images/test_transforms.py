@@ -84,7 +84,7 @@ def test_grey_levels_of_other_depths_and_inverted_ones_are_refused(tmp_path):
             image_size(tmp_path / f"{name}.tif")
 
 
-def test_rotation_that_a_png_tells_behind_its_pixels_counts_too(image, tmp_path):
+def test_rotation_stored_after_a_pngs_pixels_counts(image, tmp_path):
     image.save(tmp_path / "x.png")
     data = (tmp_path / "x.png").read_bytes()
     exif = Image.Exif()
@@ -170,7 +170,7 @@ def test_mask_of_zeros_is_refused_with_its_name(tmp_path, mask, most):
         verify_mask(tmp_path / "m.png")
 
 
-def test_mask_that_is_white_all_over_is_known_as_such(tmp_path):
+def test_all_white_mask_is_recognised(tmp_path):
     for level, white in ((255, True), (254, False)):
         Image.new("L", SIZE, level).save(tmp_path / "m.png")
         assert verify_mask(tmp_path / "m.png") == white
@@ -256,14 +256,14 @@ def unreadable(path, kind):
         ("empty", "it is empty or no image"),
     ],
 )
-def test_what_is_no_picture_is_said_at_once(tmp_path, kind, reason):
+def test_a_file_that_is_no_image_is_refused_at_once(tmp_path, kind, reason):
     unreadable(tmp_path / "x.png", kind)
     with pytest.raises(UserError, match=re.escape(f"cannot read the image {tmp_path}/x.png: ") + reason):
         image_size(tmp_path / "x.png")
 
 
 @pytest.mark.parametrize(("suffix", "mode"), [(".png", "RGBA"), (".png", "P"), (".jpg", "CMYK")])
-def test_picture_that_is_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, mode):
+def test_image_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, mode):
     small = photograph("coffee", 64, 48)
     small.resize((1024, 768), Image.Resampling.BICUBIC).convert(mode).save(tmp_path / f"x{suffix}")
     [pixels], _ = ConditionImages().load([tmp_path / f"x{suffix}"], [Window.whole((64, 48))])
@@ -272,7 +272,7 @@ def test_picture_that_is_shrunk_to_a_fraction_looks_the_same(tmp_path, suffix, m
     assert ((pixels[0] + 1) * 127.5 - expected).abs().mean() < (12 if mode == "P" else 3)
 
 
-def test_what_a_picture_is_stands_in_its_bytes_not_in_its_name(image, tmp_path):
+def test_format_of_an_image_is_in_its_bytes_not_in_its_name(image, tmp_path):
     image.save(tmp_path / "x.png", "JPEG")
     assert image_size(tmp_path / "x.png") == SIZE
     assert np.array_equal(open_image(tmp_path / "x.png"), Image.open(tmp_path / "x.png").convert("RGB"))

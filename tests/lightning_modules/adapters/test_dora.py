@@ -56,7 +56,7 @@ def test_layer_is_the_formula_on_the_dequantized_weight(tiny, base):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_under_autocast_what_was_learned_is_not_lost_in_16_bits(tiny):
+def test_under_autocast_small_updates_are_not_lost_in_16_bits(tiny):
     """Magnitudes moved by less than bf16 can resolve."""
     module = build(tiny, "dora")
     learn(module, 1e-3)
@@ -80,7 +80,7 @@ def test_a_row_of_zeros_stays_one_and_finite(tiny):
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters() if parameter.requires_grad)
 
 
-def test_file_starts_another_run_as_it_was(tiny, tmp_path):
+def test_file_starts_another_run_unchanged(tiny, tmp_path):
     """A LoRA also starts a DoRA, with the lengths of its rows."""
     for adapter in ("dora", "lora"):
         trained = build(tiny, adapter)

@@ -48,7 +48,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_outputs_and_gradients_are_those_of_peft(name):
+def test_outputs_and_gradients_equal_those_of_peft(name):
     """The merged weights are equal as well."""
     adapter, config = PAIRS[name]
     torch.manual_seed(0)
@@ -86,11 +86,11 @@ def test_sides_are_divided_as_by_peft():
         assert [factor_pair(n, factor) for n in range(1, 300)] == [factorization(n, factor) for n in range(1, 300)]
 
 
-# Each base once, and then with the other kinds.
-EACH_BASE = [(base, KINDS[(number + shift) % 3]) for shift in range(3) for number, base in enumerate(BASES)]
+# Each base once, each kind at least twice.
+EACH_BASE = [(base, KINDS[number % 3]) for number, base in enumerate(BASES)]
 
 
-@pytest.mark.parametrize(("base", "adapter"), first(7, EACH_BASE))
+@pytest.mark.parametrize(("base", "adapter"), first(3, EACH_BASE))
 def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updated(tiny, base, adapter):
     module = build(tiny, adapter, *BASES.get(base, ()), dtype="float32" if base == "float32" else "bfloat16")
     t = torch.tensor([0.2, 0.7])
@@ -118,7 +118,7 @@ def test_on_every_base_it_starts_at_the_base_and_is_the_dequantized_weight_updat
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr"])
-def test_updates_stay_what_they_were_when_training_goes_on(tiny, adapter):
+def test_updates_are_copies_that_further_training_does_not_change(tiny, adapter):
     module = build(tiny, adapter)
     learn(module)
     updates = module.adapter.deltas(module.transformer)

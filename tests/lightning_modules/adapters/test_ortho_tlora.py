@@ -53,7 +53,7 @@ def large_values(monkeypatch):
     monkeypatch.setattr(tlora, "random_singular_values", lambda *sides: torch.full((min(sides),), 16.0))
 
 
-def test_rank_above_the_singular_values_is_refused(tiny):
+def test_rank_above_the_number_of_singular_values_is_refused(tiny):
     with pytest.raises(UserError, match=r"adapter.rank=65: transformer_blocks.0.attn.to_\w+ has 64 singular values"):
         build(tiny, "ortho_tlora", "adapter.rank=65")
 

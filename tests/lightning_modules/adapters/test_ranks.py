@@ -61,7 +61,7 @@ def test_ranks_and_scales_by_pattern_are_as_peft_has_them(tiny, stock, rslora):
 
 
 @pytest.mark.parametrize("adapter", first(2, ["ortho_tlora", "tlora", "lora", "dora"]))
-def test_file_of_each_layers_scale_starts_another_run_as_it_was(tiny, tmp_path, adapter):
+def test_file_with_scales_by_layer_starts_another_run_unchanged(tiny, tmp_path, adapter):
     more = [PATTERNS[1], "adapter.use_rslora=true", *(PATTERNS[:1] if adapter in ("lora", "dora") else [])]
     module = build(tiny, adapter, *more)
     learn(module)
@@ -80,7 +80,7 @@ def test_file_of_each_layers_scale_starts_another_run_as_it_was(tiny, tmp_path, 
         torch.testing.assert_close(velocity(other, [0.4]), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_that_others_names_end_with_is_adapted_alone(tiny):
+def test_a_layer_whose_name_ends_other_names_is_adapted_without_them(tiny):
     module = build(tiny, "lora", "adapter.target_modules='proj_out'")
     assert list(lora_layers(module.transformer, ADAPTER)) == ["proj_out"]
 
@@ -97,7 +97,7 @@ def test_a_layer_that_others_names_end_with_is_adapted_alone(tiny):
         ("optimizer=prodigy adapter.lora_plus_ratio=4", "Prodigy finds one learning rate"),
     ],
 )
-def test_what_does_not_go_together_is_said_before_weights_are_read(tiny, setting, message):
+def test_incompatible_settings_are_refused_before_weights_are_read(tiny, setting, message):
     with pytest.raises((UserError, InstantiationException)) as caught:
         check(tiny, *setting.split())
     assert message in str(caught.value)

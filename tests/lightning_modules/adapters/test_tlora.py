@@ -111,7 +111,7 @@ def test_init_from_refuses_components_of_another_width(tiny, tmp_path, adapter, 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
-    """Sample pictures of a bf16 base are predict.py's: the orthogonal factors are cast after they are combined."""
+    """Sample images of a bf16 base are predict.py's: the orthogonal factors are cast after they are combined."""
     module = build(tiny, adapter, dtype="bfloat16")
     learn(module, spread=1e-2)
     export(module, tmp_path / "pytorch_lora_weights.safetensors")

@@ -12,7 +12,7 @@ from tests.support.tiny_pipelines import every_model
 
 
 @every_model
-def test_counts_are_those_of_a_step(repositories, model):
+def test_estimated_flops_are_those_of_a_step(repositories, model):
     """Attention in a step computes as products, which torch's counter knows."""
     module = family(repositories[model], model, "model.gradient_checkpointing=none")
     arguments = inputs(module, samples=1, width=16, text=32)  # 32 tokens each, which nobody pads
@@ -28,6 +28,7 @@ def test_counts_are_those_of_a_step(repositories, model):
     )
 
 
+@pytest.mark.slow
 def test_work_of_other_sizes_is_in_proportion_to_their_tokens(repositories):
     module = family(repositories["flux_kontext"], "flux_kontext")
     large, small = [(((side, side), (side, side)), ()) for side in (256, 128)]

@@ -90,6 +90,7 @@ def test_compiled_blocks_keep_attention_and_send_dense_gradients(tiny, monkeypat
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_cudnn_comes_first_where_there_is_no_mask(tiny, monkeypatch):
     """Long eager steps and all compiled ones prefer it; the order is part of a graph."""
     module, seen = with_a_block_of_each_kind(made(tiny, "lora", "bf16")), []

@@ -167,7 +167,7 @@ def test_images_on_streams_have_the_same_bits(tiny):
         assert all(torch.equal(image(module), expected) for _ in range(3))
 
 
-def test_model_may_go_while_a_block_is_on_its_way(tiny):
+def test_model_may_be_freed_during_a_copy_of_a_block(tiny):
     """Its first block is being copied for the next image."""
     with Streams():
         module = offloading(tiny, "lora", "bf16")

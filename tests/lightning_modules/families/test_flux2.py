@@ -59,6 +59,7 @@ def test_windows_of_larger_references_are_narrowed_in_their_proportions():
     assert images.narrowed(small) == small
 
 
+@pytest.mark.slow
 def test_distilled_model_is_not_guided(repositories, monkeypatch, tmp_path):
     """Whatever the scale: `is_distilled` of its repository decides."""
     base = repositories[KLEIN.name]

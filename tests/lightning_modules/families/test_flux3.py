@@ -103,7 +103,7 @@ def test_edit_of_one_image_of_any_size_is_the_pipelines(run, repository, tmp_pat
 # Text
 
 
-def test_prompts_of_several_windows_are_encoded_alone_and_not_batched(module, tmp_path):
+def test_prompts_of_several_windows_are_encoded_singly_and_not_batched(module, tmp_path):
     long = "make it snow, and then " * 5
     parts = module.base.components
     [count], most = module.prompt_tokens(parts, [long])
@@ -210,7 +210,7 @@ def test_distilled_transformer_is_refused_in_training_and_for_sampling(repositor
 
 
 @pytest.mark.slow
-def test_code_of_the_report_makes_the_picture_of_predict(run, arguments, repository, tmp_path, monkeypatch):
+def test_code_of_the_report_creates_the_image_of_predict(run, arguments, repository, tmp_path, monkeypatch):
     settings = arguments("flux3_klein", tmp_path / "run", 2, "optimizer.lr=3e-2")
     run("train", *settings)
     photograph("astronaut", 64, 64).save(tmp_path / "photo.png")

@@ -24,6 +24,7 @@ from tests.support.references import raw_sample
 from tests.support.tiny_pipelines import edit_json
 
 
+@pytest.mark.slow
 def test_prediction_reads_the_scheme_from_the_file(run, arguments, repositories, tmp_path):
     run("train", *arguments("krea2_edit", tmp_path / "run", 1, "model.edit_scheme=before"))
     file = LoRAFile(find_weights(str(tmp_path / "run" / "lora" / "last")))

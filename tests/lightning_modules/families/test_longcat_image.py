@@ -41,7 +41,7 @@ def test_every_size_is_the_pipelines(area):
         assert images.size(width, height) == expected
 
 
-def test_text_encoder_sees_the_same_part_of_a_picture_as_the_autoencoder(module, tmp_path):
+def test_text_encoder_sees_the_same_part_of_an_image_as_the_autoencoder(module, tmp_path):
     photograph("chelsea", 200, 100).save(tmp_path / "x.png")
     crop = Window((160, 80), (20, 0, 148, 64), (128, 64), flipped=True)
     [[pixels]], [seen] = module.condition_images.load([tmp_path / "x.png"], [crop])

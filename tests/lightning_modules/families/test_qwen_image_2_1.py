@@ -147,6 +147,7 @@ def test_alpha_reaches_both_encoders_as_in_the_pipeline(repositories, module, mo
     assert np.array_equal(np.array(to_image(load_image(tmp_path / "cut.png", window, alpha=True)[None])), flipped)
 
 
+@pytest.mark.slow
 def test_cut_outs_alpha_survives_training_and_prediction(run, arguments, repositories, tmp_path, monkeypatch):
     """Sample images show it on a checkerboard; predict.py writes what the stock pipeline makes."""
     for folder in ("training_images", "control_images"):
@@ -177,7 +178,7 @@ def test_cut_outs_alpha_survives_training_and_prediction(run, arguments, reposit
     assert own[..., 3].std() > 5
 
 
-def test_prompts_alone_are_sampled_at_a_given_size(module):
+def test_prompts_without_images_are_sampled_at_a_given_size(module):
     edits = EditsDataModule(None, "a red cat", None, None, [0], [1.0], 96, 64, 4096, 1)
     edits.configure_for(module)
     request = edits.request(edits.edits[0])

@@ -26,14 +26,14 @@ def raw_sample(module, index):
     return read_sample(module, [], None, index)
 
 
-def test_guidance_is_off_at_0_alone(module):
+def test_guidance_is_off_only_at_0(module):
     prompts = [module.sampling_rules.negative_prompt(Sampling(5, scale, None, "blurry")) for scale in (0.0, 0.5, 1.0)]
     assert prompts == [None, "blurry", "blurry"]
     rules = module.sampling_rules
     assert rules.scales(Sampling(5, None, None, None)) == rules.scales(Sampling(5, 0.0, None, None)), "null is none"
 
 
-def test_what_sees_a_batch_as_one_row_is_found(module):
+def test_layers_that_see_a_batch_as_one_row_are_found(module):
     """T-LoRA must not adapt these: each layer whose input has no samples, and no other."""
     rows = {}
     for name, layer in module.transformer.named_modules():

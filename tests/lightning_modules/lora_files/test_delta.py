@@ -36,7 +36,7 @@ DELTAS = {
 
 
 @pytest.mark.parametrize("name", DELTAS)
-def test_what_is_computed_without_the_matrix_is_that_of_the_matrix(name):
+def test_norms_and_factors_computed_without_the_matrix_equal_those_of_the_matrix(name):
     delta = DELTAS[name]
     matrix, x = delta.matrix(), numbers(2, 3, 48)
     torch.testing.assert_close(delta.apply(x), F.linear(x, matrix), rtol=1e-4, atol=1e-4)
@@ -85,7 +85,7 @@ def test_sub_layers_get_their_rows_of_a_fused_layer(name, widths):
 
 @pytest.mark.parametrize("name", [name for name in DELTAS if name != "rotation"])
 @pytest.mark.parametrize("rank", [2, 5])
-def test_reduced_is_the_best_of_its_rank(name, rank):
+def test_reduced_update_is_the_best_of_its_rank(name, rank):
     """Its error is that of the discarded singular values, which nothing of that rank is below."""
     delta = DELTAS[name]
     reduced, values = delta.reduced(rank), torch.linalg.svdvals(delta.matrix().double())
@@ -117,7 +117,7 @@ def test_loras_of_other_layers_and_ranks_are_summed_exactly():
         torch.testing.assert_close(dense(result[name]), matrix, rtol=1e-5, atol=1e-5)
 
 
-def test_change_counts_what_is_missing_on_either_side():
+def test_change_counts_layers_missing_on_either_side():
     a, b = low_rank(), low_rank(seed=1)
     norms = [float(dense(one).norm()) for one in (a, b)]
     whole = (norms[0] ** 2 + norms[1] ** 2) ** 0.5

@@ -147,7 +147,7 @@ def test_dora_by_all_its_names(tmp_path, form, name):
     assert relative_error(velocity(transformer), velocity(dense)) < 1e-5
 
 
-def test_another_models_file_is_told_by_its_widths(names, tmp_path):
+def test_another_models_file_is_recognised_by_its_widths(names, tmp_path):
     path, _ = foreign_file(tmp_path / "wide", "kohya", draw(foreign_files.flux(6), FLUX), {})
     with pytest.raises(UserError, match=r"does not fit tiny-model: .* is \d+x\d+, in the model \d+x\d+"):
         LoRAFile(path).match(names["flux"], "tiny-model")

@@ -1,11 +1,10 @@
 """Native names of layers and other tensors, by which files come: those of diffusers' converters."""
 
-import itertools
 import re
 
 import pytest
 import torch
-from diffusers import Flux2Transformer2DModel, Flux3Transformer2DModel, Krea2Transformer2DModel
+from diffusers import Flux3Transformer2DModel
 from diffusers.loaders import lora_conversion_utils
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
@@ -57,41 +56,6 @@ def named_natively(names, natives=None, key="{}", halves=("lora_A", "lora_B")):
     return state, expected
 
 
-def test_native_names_are_those_of_diffusers_converters():
-    """Tested at the width that the converters support; they swap the halves of norm_out in both factors."""
-    with torch.device("meta"):
-        transformer = foreign_files.FluxTransformer2DModel(guidance_embeds=True)
-    names = LayerNames(transformer, NATIVE_NAMES)
-    state, expected = named_natively(names)
-    assert expected.keys() == names.shapes.keys()
-    for block in ("double_blocks.{}.img_attn", "double_blocks.{}.txt_attn", "single_blocks.{}"):
-        for number, half in itertools.product(range(38 if "single" in block else 19), ("query", "key")):
-            state[f"{block.format(number)}.norm.{half}_norm.scale"] = torch.ones(1)
-    converted = lora_conversion_utils._convert_bfl_flux_control_lora_to_diffusers(dict(state))
-    layers = {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted if ".lora_" in key}
-    assert layers == expected.keys()
-    for layer, (down, up) in expected.items():
-        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
-        if layer != "norm_out.linear":
-            assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
-
-
-def test_native_names_of_flux2_are_those_of_diffusers_converters():
-    """The converter of LoRA files forgets that norm_out's halves are swapped, that of whole models does not."""
-    sizes = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)}
-    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16}
-    with torch.device("meta"):
-        transformer = Flux2Transformer2DModel(guidance_embeds=True, **sizes, **heads)
-    state, expected = named_natively(LayerNames(transformer, FLUX2_NAMES))
-    files = {f"diffusion_model.{key}": tensor for key, tensor in state.items()}
-    converted = lora_conversion_utils._convert_non_diffusers_flux2_lora_to_diffusers(files)
-    assert len(converted) == 2 * len(expected)
-    for layer, (down, up) in expected.items():
-        assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
-        if layer != "norm_out.linear":
-            assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
-
-
 def test_native_names_of_flux3_are_those_of_diffusers_converters():
     """The converter of LoRA files knows the blocks only, whose layers runs save by these names."""
     sizes = {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)}
@@ -127,20 +91,6 @@ def test_native_names_of_z_image_are_those_of_diffusers_converter():
     state, expected = named_natively(names, found, "lora_unet_{}", ("lora_down", "lora_up"))
     converted = lora_conversion_utils._convert_non_diffusers_z_image_lora_to_diffusers(state)
     assert {key.rpartition(".lora_")[0].removeprefix("transformer.") for key in converted} == expected.keys()
-    for layer, (down, up) in expected.items():
-        assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
-        assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer
-
-
-def test_native_names_of_krea2_are_those_of_diffusers_converter():
-    """Every linear layer has a native name, as in ai-toolkit's files."""
-    with torch.device("meta"):
-        transformer = Krea2Transformer2DModel(num_layers=2)
-    names = LayerNames(transformer, KREA2_NAMES)
-    state, expected = named_natively(names, None, "diffusion_model.{}")
-    converted = lora_conversion_utils._convert_non_diffusers_krea2_lora_to_diffusers(state)
-    assert expected.keys() == names.shapes.keys()
-    assert len(converted) == 2 * len(expected)
     for layer, (down, up) in expected.items():
         assert torch.equal(converted[f"transformer.{layer}.lora_A.weight"], down), layer
         assert torch.equal(converted[f"transformer.{layer}.lora_B.weight"], up), layer

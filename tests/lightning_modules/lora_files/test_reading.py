@@ -158,7 +158,7 @@ def test_a_folders_only_file_is_found_whatever_its_suffix(tmp_path, suffix):
         find_weights(tmp_path)
 
 
-def test_half_precision_is_of_the_file_alone(runs):
+def test_half_precision_affects_only_the_file(runs):
     folder = runs(1, "export.dtype=bfloat16", "adapter.alpha=8").folder
     state = safetensors.torch.load_file(folder / "lora/last/pytorch_lora_weights.safetensors")
     assert {one.dtype for one in state.values()} == {torch.bfloat16}
@@ -173,7 +173,7 @@ def test_numbers_beyond_half_precision_are_written_in_float32(tmp_path):
     assert torch.equal(state["transformer.x.lora_B.weight"], big.up)
 
 
-def test_what_could_not_be_exported_is_tried_again_and_not_taken_for_saved(run, tiny, pairs, tmp_path, monkeypatch):
+def test_failed_export_is_repeated_and_not_counted_as_saved(run, tiny, pairs, tmp_path, monkeypatch):
     from lightning_modules.lora_files import writing
 
     save, tries = writing.write, []

@@ -112,7 +112,7 @@ def test_everything_at_once_is_the_formula_and_so_are_its_gradients(mask):
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_a_batch_gives_what_its_samples_give_alone(mask):
+def test_batch_losses_equal_those_of_its_samples_computed_singly(mask):
     batch, one = make_batch(mask=mask, weights=True), objective(*EVERYTHING)
     alone = torch.cat([losses(one, row(batch, number)) for number in range(3)])
     torch.testing.assert_close(losses(one, batch), alone)
@@ -128,7 +128,7 @@ def test_contrastive_guidance_leaves_samples_without_their_caption_alone():
     assert torch.isclose(plain, guided).tolist() == batch.dropped
 
 
-def test_prompts_are_looked_at_every_so_many_steps():
+def test_prompts_are_preserved_every_n_steps():
     batch, one = make_batch(), objective('objective.preserve.prompts=["x"]', "objective.preserve.every=3")
     values = [float(losses(one, batch, step=step).detach().sum()) for step in range(4)]
     assert values[0] == values[3] > values[1] == values[2]
@@ -147,7 +147,7 @@ def test_wrong_settings_are_refused_in_a_line(override, message):
     assert message in str(raised.value.__cause__ or raised.value)
 
 
-def test_what_would_do_nothing_or_compare_what_dropout_makes_unlike_is_refused():
+def test_settings_without_effect_or_spoilt_by_dropout_are_refused():
     size = ((64, 64), (64, 64))
     outside = objective("objective.preserve.outside=1")
     outside.check_sizes([(size, ()), (size[:1], ())])

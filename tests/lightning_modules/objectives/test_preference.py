@@ -19,7 +19,7 @@ def made(tiny, adapter="lora", *more):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_loss_and_gradients_are_those_of_two_models(tiny, masked):
+def test_loss_and_gradients_equal_those_of_two_models(tiny, masked):
     """The base is a separate untrained module; both images share t and noise."""
     module, base = made(tiny), build(tiny, "lora")
     latents = latent_batch(DRAWS, rejected=True, masked=masked)
@@ -60,7 +60,7 @@ def test_target_and_rejected_are_drawn_from_their_distributions_by_one_noise(tin
     assert by_target.std() == pytest.approx(1, abs=0.1)
 
 
-def test_batch_is_its_samples_alone(tiny):
+def test_batch_losses_equal_those_of_single_samples(tiny):
     module = made(tiny, "tlora")
     latents = latent_batch(DRAWS, rejected=True, masked=True)
     alone = torch.cat([losses(module, latent_batch([draw], rejected=True, masked=True)) for draw in DRAWS])

@@ -1,4 +1,4 @@
-"""Sliders: forwards with the update as it is, backwards with exchanged pictures and the opposite update."""
+"""Sliders: forwards with the update as it is, backwards with exchanged images and the opposite update."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def negate(module):
 
 
 @pytest.mark.parametrize("adapter", ["lora", "tlora"])
-def test_backward_samples_are_exchanged_pictures_with_the_negated_update(tiny, adapter):
+def test_backward_samples_swap_images_and_negate_the_update(tiny, adapter):
     """Losses and gradients are compared with two plain modules, one with negated up projections."""
     module, forwards = (made(tiny, adapter, "model.vae_encode_mode=mode") for _ in range(2))
     backwards = made(tiny, adapter, "model.vae_encode_mode=mode")
@@ -82,7 +82,7 @@ def test_an_orthogonal_update_is_turned_as_a_whole(tiny):
 
 
 @pytest.mark.parametrize("model", first(1, ["flux_kontext", "flux2_klein_4b"]))
-def test_signs_of_a_batch_are_those_of_its_samples_alone(repositories, model):
+def test_signs_of_a_batch_are_those_of_its_single_samples(repositories, model):
     """Every layer of the supported transformers is adapted, including modulation."""
     module = family(repositories[model], model)
     x_t, t, controls, prompt = inputs(module)

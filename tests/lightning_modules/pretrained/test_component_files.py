@@ -163,8 +163,9 @@ def fp8(state, layers, scaled):
     return quantized | ({"scaled_fp8": torch.zeros(2).to(E4M3)} if scaled == "scale_weight" else {}), values
 
 
-@pytest.mark.parametrize("scaled", [None, "scale_weight", "weight_scale"])
-@pytest.mark.parametrize("model", TEXTS)
+@pytest.mark.parametrize(
+    ("model", "scaled"), [(QWEN, None), (FLUX, "scale_weight"), *((model, "weight_scale") for model in TEXTS)]
+)
 def test_fp8_layers_stay_fp8_with_the_files_values(files_of, model, scaled):
     files = files_of(model)
     name = TEXTS[model][-1]
@@ -296,9 +297,9 @@ def opened_vae(files, state):
     return open_components({"vae": [files.write(state)]}, str(files.folder), None)["vae"]
 
 
-@pytest.mark.parametrize("start", ["", "vae.", "first_stage_model."])
-def test_a_file_in_the_authors_names_is_the_repositorys_autoencoder_to_the_bit(autoencoder, start):
+def test_a_file_in_the_authors_names_is_the_repositorys_autoencoder_to_the_bit(autoencoder):
     files, state = autoencoder
+    start = {"FLUX.1": "", "FLUX.2": "vae.", "Qwen-Image": "first_stage_model."}[files.model]
     assert state.keys() != files.state("vae").keys()
     file = opened_vae(files, {start + name: tensor for name, tensor in state.items()})
     for dtype in (torch.float32, torch.bfloat16):
@@ -379,11 +380,11 @@ DEV_FILES = {
 }
 
 
-@pytest.mark.parametrize("names", [lambda name: name, lambda name: name.replace("language_model.model.", "model.")])
-@pytest.mark.parametrize("kind", DEV_FILES)
-def test_prompts_are_encoded_by_flux2_devs_text_encoder_without_its_unused_parts(files_of, kind, names):
+@pytest.mark.parametrize(("kind", "start"), zip(DEV_FILES, ("language_model.model.", "model.", "model."), strict=True))
+def test_prompts_are_encoded_by_flux2_devs_text_encoder_without_its_unused_parts(files_of, kind, start):
     files = files_of("flux2_dev")
-    state = {names(name): one for name, one in files.state("text_encoder").items() if DEV_FILES[kind](name)}
+    state = {name: one for name, one in files.state("text_encoder").items() if DEV_FILES[kind](name)}
+    state = {name.replace("language_model.model.", start): one for name, one in state.items()}
     path = files.write(state | {"tekken_model": torch.zeros(9, dtype=torch.uint8)})
     module, plain = (module_of(files, *more) for more in ([f"model.text_encoder_name_or_path={path}"], []))
     module.base.check()

@@ -8,7 +8,7 @@ from lightning_modules.timing import StageTimer
 CPU = torch.device("cpu")
 
 
-def test_prompts_are_encoded_once_and_alone_and_the_oldest_forgotten():
+def test_prompts_are_encoded_once_and_singly_and_the_oldest_forgotten():
     calls = []
 
     def encode(prompt, images):

@@ -59,7 +59,7 @@ def test_the_transformer_counts_that_trains(tiny, copy):
 
 
 @pytest.mark.slow
-def test_it_is_said_once_in_training_without_a_training_adapter(run, copy, pairs, trained, tmp_path):
+def test_distilled_base_is_noted_once_in_training_without_a_training_adapter(run, copy, pairs, trained, tmp_path):
     turbo = copy("tiny-turbo")
     text = run("train", *short(turbo, pairs, tmp_path / "run", 1)).text
     assert text.count(f"note: {turbo} {NOTE}turbo in its name)") == 1

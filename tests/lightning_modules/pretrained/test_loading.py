@@ -20,7 +20,7 @@ from tests.support.servers import hub
 
 
 @pytest.mark.parametrize("name", ["text_encoder_2", "vae"])
-def test_model_loaded_alone_equals_the_pipelines(tiny, stock, name):
+def test_single_loaded_model_equals_the_pipelines(tiny, stock, name):
     own, theirs = load_component(str(tiny), name), getattr(stock, name)
     assert type(own) is type(theirs)
     assert not any(p.requires_grad for p in own.parameters())
@@ -143,7 +143,8 @@ print(before, stored_bytes("owner/name", None, "transformer"), stored_bytes("own
 """
 
 
-def test_bytes_of_a_component_are_those_of_its_files_and_the_hub_says_what_is_missing(tiny, tmp_path):
+@pytest.mark.slow
+def test_bytes_of_a_component_are_those_of_its_files_stored_and_missing(tiny, tmp_path):
     files = [(tiny / name).glob("*.safetensors") for name in ("transformer", "vae")]
     transformer, vae = (sum(file.stat().st_size for file in own) for own in files)
     assert stored_bytes(str(tiny), None, "transformer") == (transformer, 0)

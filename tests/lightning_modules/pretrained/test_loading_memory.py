@@ -30,7 +30,7 @@ def encoder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fp4", "encoder nf4"])
-def test_a_process_takes_little_more_than_what_stays(way, repository, encoder):
+def test_loading_needs_little_more_memory_than_the_loaded_model(way, repository, encoder):
     folder = encoder if way.startswith("encoder") else repository
     peak, result = loading_memory.measure(way, folder)
     allowed = 1.1 * result + loading_memory.largest_tensor(folder) + 150_000_000

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
+from functools import cache
 
 import gguf
 import numpy as np
@@ -23,6 +24,7 @@ from lightning_modules.pretrained.single_file import GGUFWeights
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.eight_bit import rotate
 from lightning_modules.quantization.linear import SCALES, QuantizedLinear
+from tests.support.combinations import first
 from tests.support.commands import compose, run_task
 from tests.support.foreign_files import native_state
 from tests.support.quantized import CPU, quantization
@@ -34,9 +36,14 @@ Q8_0 = gguf.GGMLQuantizationType.Q8_0
 INT8_NOTE = {"format": "int8_tensorwise"}
 
 
+@cache
+def class_of(model):
+    return get_class(compose("predict", f"model={model}").model._target_)
+
+
 def source_of(model, repository, name, dtype=torch.bfloat16, quantized=None):
     """Return the transformer of a file, or of the repository, as the model's module would have it."""
-    kind = get_class(compose("predict", f"model={model}").model._target_)
+    kind = class_of(model)
     more = kind.layers.native, str(repository)
     return TransformerSource(kind.transformer_class, str(name), None, dtype, quantized, 0, *more)
 
@@ -144,8 +151,20 @@ def assert_equal(model, state):
     assert not [name for name in state if not torch.equal(own[name].float(), state[name].float())]
 
 
-@every_model
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
+FLUX = "flux_kontext"
+OTHERS = [name for name, model in MODELS.items() if not model.variant and name != FLUX]
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix"),
+    first(
+        2,
+        [
+            *((FLUX, prefix) for prefix in ("model.diffusion_model.", "diffusion_model.")),
+            *((one, "") for one in OTHERS),
+        ],
+    ),
+)
 def test_weights_in_the_authors_names_are_those_of_the_repository(model, prefix, files_of):
     files = files_of(model)
     loaded = files.source(files.write(files.in_native_names(), prefix=prefix)).load(CPU)
@@ -170,8 +189,13 @@ QUANTIZED = {
 }
 
 
-@every_model
-@pytest.mark.parametrize("way", QUANTIZED)
+@pytest.mark.parametrize(
+    ("model", "way"),
+    first(
+        len(QUANTIZED),
+        [*((FLUX, way) for way in QUANTIZED), *((one, way) for one in OTHERS for way in ("fp8 by ComfyUI", "ConvRot"))],
+    ),
+)
 def test_quantized_weights_are_loaded_as_they_are(model, way, files_of):
     """Values are weight times scale, and scales are split with the layers that are joined."""
     files = files_of(model)
@@ -194,8 +218,10 @@ def test_quantized_weights_are_loaded_as_they_are(model, way, files_of):
         torch.testing.assert_close(own[name].float(), wanted.float(), rtol=1e-6, atol=0)
 
 
-@every_model
-@pytest.mark.parametrize("type", ["Q8_0", "BF16", "F16"])
+@pytest.mark.parametrize(
+    ("model", "type"),
+    first(3, [*((FLUX, type) for type in ("Q8_0", "BF16", "F16")), *((one, "Q8_0") for one in OTHERS)]),
+)
 def test_gguf_is_dequantized_by_its_library(model, type, files_of):
     files = files_of(model)
     path, values = gguf_file(files, gguf.GGMLQuantizationType[type])
@@ -233,7 +259,7 @@ def test_a_file_is_quantized_to_a_folder(flux, tmp_path):
 
 
 @every_model
-def test_a_training_step_is_that_of_the_repository(model, files_of):
+def test_a_training_step_on_a_file_equals_one_on_the_repository(model, files_of):
     files = files_of(model)
     steps = []
     exact = files.source(files.repository, dtype=torch.float32).load(CPU).state_dict()
@@ -368,7 +394,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_file_that_is_not_the_transformer_is_refused_by_what_it_is(kind, flux):
+def test_a_file_that_is_not_the_transformer_is_refused_with_its_kind(kind, flux):
     change, words = REFUSED[kind]
     assert words in refusal(flux, flux.write(change(flux.in_native_names()), "refused.safetensors"))
 

@@ -201,7 +201,7 @@ def test_an_index_and_shards_that_contradict_each_other_are_refused(source, tmp_
         load(tmp_path)
 
 
-def test_shards_without_an_index_are_told_that_it_is_missing(source, tmp_path):
+def test_shards_without_an_index_are_refused(source, tmp_path):
     shards_of(source, tmp_path)[2].unlink()
     with pytest.raises(UserError, match=rf"00001-of\S+ .* and not their index, {NAME}.index.json: download it again"):
         load(tmp_path)

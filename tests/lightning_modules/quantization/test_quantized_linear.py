@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_modules.quantization import eight_bit
 from lightning_modules.quantization import linear as linear_layers
 from lightning_modules.quantization.eight_bit import E4M3
+from tests.support.combinations import first
 from tests.support.quantized import NAMES, quantization
 
 
@@ -203,7 +204,7 @@ class Half(nn.Module):
         return self.up(self.q(x) * self.k(x)).relu()
 
 
-@pytest.mark.parametrize("format", [*NAMES, "weights only"])
+@pytest.mark.parametrize("format", first(2, [*NAMES, "weights only"]))
 def test_compiled_layers_are_one_graph_that_keeps_no_other_weight(monkeypatch, format):
     """Split as by the default backend: it would keep a dequantized or a transposed weight for the backward pass.
 

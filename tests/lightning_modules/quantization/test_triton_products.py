@@ -209,6 +209,6 @@ def test_triton_compiles_no_int8_product_for_the_20_series():
         compiled(75, TILES[-1], transposed=True)
 
 
-def test_a_cpu_has_none():
+def test_a_cpu_has_no_triton_products():
     assert not available(torch.device("cpu"))
     assert not product_available(torch.device("cpu"))
