@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """All names in the cache."""
+        """The names in the cache."""
         return {self.id, *self.preserved.values()}
 
 
