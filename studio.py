@@ -15,7 +15,7 @@ from cli.terminal import command_line, one_line_errors
 def _run(cfg: DictConfig) -> None:
     """Serve the page until Ctrl-C."""
     with one_line_errors():
-        from webapp.app import serve
+        from extras.page.app import serve
 
         serve(cfg.host, cfg.port, str(cfg.token or secrets.token_urlsafe(16)), cfg.open)
 

@@ -23,10 +23,10 @@ TASKS = {
         "preview": "tasks.caches.preview",
         "clean": "tasks.caches.clean",
         "quantize": "tasks.quantize.quantize",
-        "inspect": "tasks.inspect.inspect",
-        "caption": "tasks.caption.caption",
+        "inspect": "extras.inspect.inspect",
+        "caption": "extras.caption.caption",
         "export": "tasks.export.export",
-        "average": "tasks.average.average",
+        "average": "extras.average.average",
         "lora_info": "tasks.lora_info.lora_info",
     },
 }

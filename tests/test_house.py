@@ -15,7 +15,7 @@ FLOORS = [
     "train",
     "predict",
     "studio",
-    "webapp",
+    "extras",
     "tasks",
     "cli",
     "callbacks",

@@ -16,14 +16,14 @@ import pytest
 
 from foundation.locks import holder
 from runs.run_folder import RunFolder
+from tests.extras.page.test_server import opened, studio
 from tests.support.commands import ROOT, metrics, short
 from tests.support.pictures import make_pairs
-from tests.webapp.test_server import opened, studio
 
 WINDOWS = ROOT / "tests" / "support" / "windows"
 PATHS = {"PYTHONPATH": f"{WINDOWS}{os.pathsep}{ROOT}"}
 FEW = ["trainer.accelerator=cpu", "data.source.count=12", "data.val_count=1", "model.sampling.num_inference_steps=1"]
-PACKAGES = ("callbacks", "cli", "datamodules", "foundation", "lightning_modules", "report", "runs", "tasks", "webapp")
+PACKAGES = ("callbacks", "cli", "datamodules", "extras", "foundation", "lightning_modules", "report", "runs", "tasks")
 FILES = [*ROOT.glob("*.py"), *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]
 
 

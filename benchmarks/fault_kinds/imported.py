@@ -21,7 +21,17 @@ OTHERS = (
 
 for name in OTHERS:
     importlib.import_module(name)
-for package in ("callbacks", "cli", "datamodules", "foundation", "lightning_modules", "report", "runs", "tasks"):
+for package in (
+    "callbacks",
+    "cli",
+    "datamodules",
+    "extras",
+    "foundation",
+    "lightning_modules",
+    "report",
+    "runs",
+    "tasks",
+):
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         importlib.import_module(module.name)
 gc.collect()

@@ -8,11 +8,11 @@ import torch
 from hydra.utils import instantiate
 from PIL import Image
 
-from datamodules.images.inspection import Kind, inspect_sample
 from datamodules.images.samples import Root
 from datamodules.images.sources import find_samples
 from datamodules.images.tables import Table, choose_columns
 from datamodules.pairs import PairDataset, collate_pixels
+from extras.inspection import Kind, inspect_sample
 from foundation.errors import UserError
 from tests.support.commands import compose
 from tests.support.pictures import make_pairs, photograph

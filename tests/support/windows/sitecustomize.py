@@ -20,7 +20,7 @@ import sys
 import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-OURS = ("callbacks", "cli", "datamodules", "foundation", "lightning_modules", "report", "runs", "tasks", "webapp")
+OURS = ("callbacks", "cli", "datamodules", "extras", "foundation", "lightning_modules", "report", "runs", "tasks")
 SCRIPTS = ("train.py", "predict.py", "studio.py")
 NO_MODULES = {
     *("fcntl", "resource", "pwd", "grp", "spwd", "crypt", "nis", "termios", "tty", "pty", "posix", "syslog"),

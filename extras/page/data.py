@@ -21,14 +21,14 @@ from cli.arguments import hydras_errors, read_values
 from cli.check_keys import check_keys, check_read
 from cli.check_values import check_ranges
 from datamodules.images.samples import Sample
+from extras.page.answers import entry, page, post
+from extras.page.jobs import Jobs, user_of
+from extras.page.runs import DECODING, SMALL, Shelf, tail
+from extras.page.start import asked_by, composed
 from foundation.errors import UserError
 from foundation.files import read_text, replacing
 from report.tables import read_metrics
 from runs.run_folder import RunFolder
-from webapp.answers import entry, page, post
-from webapp.jobs import Jobs, user_of
-from webapp.runs import DECODING, SMALL, Shelf, tail
-from webapp.start import asked_by, composed
 
 # Of typed paths; Windows' are not escaped.
 BACKSLASH = "\\" * (1 if os.sep == "/" else 2)
@@ -83,7 +83,7 @@ class DataPage:
 
     def _proposed(self, samples: dict[str, Sample]) -> dict[str, Any]:
         """Return the captions of models that nobody has changed or accepted."""
-        from tasks.caption import RECORDS, read_records
+        from extras.caption import RECORDS, read_records
 
         *written, accepted = (
             {one for path in self.shelf.outputs.glob(place) for one in read_records(path) if one.key in samples}

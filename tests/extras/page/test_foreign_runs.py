@@ -10,12 +10,12 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from starlette.testclient import TestClient
 
+from extras.page.jobs import Jobs
+from extras.page.runs import Shelf
 from foundation.errors import printable
 from foundation.locks import lock_content
+from tests.extras.page.conftest import BASE, write_run
 from tests.support.harm import BILLION_LAUGHS, payload, typed
-from tests.webapp.conftest import BASE, write_run
-from webapp.jobs import Jobs
-from webapp.runs import Shelf
 
 
 def strip(widths, size=(48, 16)):

@@ -5,9 +5,9 @@ import sys
 import pytest
 from starlette.testclient import TestClient
 
+from extras.page.app import create_app, serve
 from foundation.errors import UserError
-from tests.webapp.conftest import BASE, SECRET, TOKEN, write_run
-from webapp.app import create_app, serve
+from tests.extras.page.conftest import BASE, SECRET, TOKEN, write_run
 
 PATHS = (
     "../secret.txt",
@@ -114,7 +114,7 @@ def test_an_empty_token_is_not_one(monkeypatch):
     import studio
 
     given = []
-    monkeypatch.setattr("webapp.app.serve", lambda *values: given.append(values))
+    monkeypatch.setattr("extras.page.app.serve", lambda *values: given.append(values))
     monkeypatch.setattr(sys, "argv", ["studio.py", "token=", "open=false"])
     studio.main()
     assert len(given[0][2]) > 20

@@ -17,9 +17,9 @@ from cli.terminal import log, silence_libraries
 from datamodules.images.decoding import image_size, open_image
 from datamodules.images.samples import Sample
 from datamodules.images.windows import resize
+from extras.captioner import Answer, Captioner
 from foundation.errors import UserError, count_of, listing
 from foundation.files import read_bytes, reading, replacing
-from lightning_modules.captioner import Answer, Captioner
 from lightning_modules.timing import ProgressLines
 from report.quoting import program
 from runs.signals import stop

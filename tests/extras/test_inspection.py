@@ -9,7 +9,8 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from datamodules.images.alignment import align
 from datamodules.images.captions import wrapped_line
-from datamodules.images.inspection import (
+from datamodules.images.samples import Sample
+from extras.inspection import (
     Kind,
     Print,
     inspect_sample,
@@ -18,7 +19,6 @@ from datamodules.images.inspection import (
     nearly_equal,
     repeated,
 )
-from datamodules.images.samples import Sample
 from tests.support.combinations import first
 from tests.support.faults import EDITS, PHOTOGRAPHS, moved, noisy, picture, recompressed, with_a_small_change
 

@@ -8,8 +8,8 @@ import pytest
 import safetensors
 import torch
 
+from extras.average import ema_exponent, ema_weights
 from foundation.errors import UserError
-from tasks.average import ema_exponent, ema_weights
 from tests.support.commands import run_task
 
 FILE = "pytorch_lora_weights.safetensors"

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from tests.extras.page.browsing import browser_page, chromium, enter, studio_at
+from tests.extras.page.conftest import write_run
 from tests.support.commands import ROOT
 from tests.support.harm import payload, typed
-from tests.webapp.browsing import browser_page, chromium, enter, studio_at
-from tests.webapp.conftest import write_run
 
 # Seconds in which a command that an attack starts would show: the page waits one before its dry run.
 PATIENCE = 5.0

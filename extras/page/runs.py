@@ -24,6 +24,8 @@ from starlette.routing import Route
 
 from cli.arguments import require_own
 from cli.resuming import OF_A_START
+from extras.page.answers import page, post
+from extras.page.jobs import Jobs, user_of
 from foundation.errors import UserError, listing, printable
 from foundation.files import read_bytes, reading, reason
 from foundation.locks import LOCK
@@ -33,8 +35,6 @@ from report.quoting import program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.config_file import read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder
-from webapp.answers import page, post
-from webapp.jobs import Jobs, user_of
 
 # Figures of the list by their columns.
 FIGURES = {"loss": "loss_avg", "samples/s": "samples_per_second"}

@@ -13,12 +13,12 @@ from PIL import Image
 
 from cli.arguments import quote_values
 from foundation.locks import holder
+from tests.extras.page.browsing import browser_page, studio_at
+from tests.extras.page.conftest import SECRET
+from tests.extras.page.test_access import PATHS
 from tests.support.commands import compose, run_task, short
 from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_captioners import build_captioner
-from tests.webapp.browsing import browser_page, studio_at
-from tests.webapp.conftest import SECRET
-from tests.webapp.test_access import PATHS
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -31,7 +31,7 @@ def scan(client, settings, **more):
 
 def test_backslashes_of_typed_paths_are_kept_on_windows_and_escape_elsewhere(client, monkeypatch):
     assert "my pairs" in html.unescape(scan(client, r"data.root=no\ my\ pairs").text)
-    monkeypatch.setattr("webapp.data.BACKSLASH", 2 * "\\")
+    monkeypatch.setattr("extras.page.data.BACKSLASH", 2 * "\\")
     assert r"C:\my pairs\a" in html.unescape(scan(client, r'"data.root=C:\my pairs\a"').text)
 
 

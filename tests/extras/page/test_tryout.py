@@ -17,16 +17,16 @@ from hydra.utils import instantiate
 from PIL import Image
 from starlette.testclient import TestClient
 
+from extras.page.app import create_app
+from extras.page.jobs import Jobs
 from foundation.errors import UserError
 from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from runs.run_folder import RunFolder
 from tasks.edit import KEPT
+from tests.extras.page.browsing import browser_page, studio_at
 from tests.support.commands import compose
 from tests.support.tiny_adapters import export, learn
-from tests.webapp.browsing import browser_page, studio_at
-from webapp.app import create_app
-from webapp.jobs import Jobs
 
 ADAPTERS = {
     "a": (0.1, "lora"),

@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 from starlette.testclient import TestClient
 
+from extras.page.app import create_app
 from report.images import Strip
 from runs.run_folder import RunFolder
-from webapp.app import create_app
 
 TOKEN = "the token"
 BASE = "http://127.0.0.1:7860"

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from extras.page.runs import Shelf, state_of
 from report.images import read_strip
 from report.tables import last_metrics, read_metrics
-from tests.webapp.conftest import BASE, write_run
-from webapp.runs import Shelf, state_of
+from tests.extras.page.conftest import BASE, write_run
 
 
 def test_list_shows_each_run_of_outputs_and_of_sweeps_with_its_last_figures(client, outputs):

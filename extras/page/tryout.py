@@ -17,14 +17,14 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from cli.arguments import read_values
+from extras.page.answers import entry, page, post
+from extras.page.jobs import NEW_GROUP, TRAIN
+from extras.page.runs import Shelf
 from foundation.errors import UserError
 from foundation.locks import LOCK, holder, lock_content
 from foundation.settings import text_kind
 from report.quoting import override
 from runs.signals import INTERRUPT
-from webapp.answers import entry, page, post
-from webapp.jobs import NEW_GROUP, TRAIN
-from webapp.runs import Shelf
 
 COMMAND = [sys.executable, str(TRAIN.with_name("predict.py")), "--stdin"]
 KEYS = ("model", "prompt", "negative_prompt", "lora_scale", "seed", "num_inference_steps", "guidance_scale")

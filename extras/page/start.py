@@ -23,15 +23,15 @@ from starlette.routing import Route
 from cli.arguments import check_choice, hydras_errors, read_values
 from cli.folders import run_folder
 from cli.resuming import OF_A_START
+from extras.page.answers import page, post
+from extras.page.jobs import TRAIN, Jobs, run_below
+from extras.page.runs import Shelf, settings_of
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
 from foundation.internals import compose_settings
 from foundation.settings import CONF, Setting, declared, text_kind
 from report.quoting import SECRET, is_parsed, literal
 from runs.run_folder import RunFolder
-from webapp.answers import page, post
-from webapp.jobs import TRAIN, Jobs, run_below
-from webapp.runs import Shelf, settings_of
 
 GROUPS = [
     name for name in declared("train").groups if name.split("/")[0] not in ("callbacks", "hparams_search", "trainer")

@@ -17,15 +17,15 @@ from omegaconf import OmegaConf
 from starlette.datastructures import FormData
 
 from cli.arguments import quote_values, read_values
+from extras.page.jobs import Jobs
+from extras.page.runs import Shelf, state_of
+from extras.page.start import arguments_of, asked_by
 from foundation.errors import UserError
 from foundation.locks import holder, lock_content
 from runs.run_folder import RunFolder
+from tests.extras.page.browsing import browser_page, studio_at
+from tests.extras.page.conftest import write_run
 from tests.support.commands import compose
-from tests.webapp.browsing import browser_page, studio_at
-from tests.webapp.conftest import write_run
-from webapp.jobs import Jobs
-from webapp.runs import Shelf, state_of
-from webapp.start import arguments_of, asked_by
 
 QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "data.source.count=20"]
 
@@ -200,7 +200,7 @@ def test_a_full_disk_ends_no_prediction_and_starts_no_run(outputs, monkeypatch, 
     if full == "waiting.json":
         monkeypatch.setattr(Path, "write_text", fail)
     else:
-        monkeypatch.setattr("webapp.jobs.lock_content", fail)
+        monkeypatch.setattr("extras.page.jobs.lock_content", fail)
     for _ in range(2):
         with suppress(UserError):
             jobs.start_next()

@@ -10,7 +10,7 @@ import torch
 from hydra.utils import instantiate
 from transformers import Qwen3VLProcessor
 
-from lightning_modules.captioner import cleaned
+from extras.captioner import cleaned
 from lightning_modules.quantization.linear import QuantizedLinear
 from tests.support.commands import ROOT, compose, kill_when, wait_until
 from tests.support.pictures import make_pairs, photograph

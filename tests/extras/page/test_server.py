@@ -14,9 +14,9 @@ from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
+from extras.page.app import serve
 from foundation.errors import UserError
 from tests.support.commands import ROOT
-from webapp.app import serve
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from datamodules.images.samples import Alpha
-from tasks.inspect import _open
+from extras.inspect import _open
 from tests.support.commands import run_task
 from tests.support.faults import picture, save_faults
 

@@ -19,7 +19,7 @@ from foundation.locks import LOCK, Holder, holder, in_use, lock_content, open_ow
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
-TRAIN = Path(__file__).parent.parent / "train.py"
+TRAIN = Path(__file__).parents[2] / "train.py"
 
 
 # On Windows, Ctrl-C stays within a group, and only processes of one console can be interrupted or end with its window.

@@ -23,15 +23,15 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from extras.page.answers import entry, mistake
+from extras.page.data import DataPage
+from extras.page.jobs import Jobs
+from extras.page.runs import RunsPage, Shelf
+from extras.page.start import StartPage
+from extras.page.tryout import TryPage
 from foundation.errors import UserError
 from foundation.files import reason, replacing
 from report.page import REPORT
-from webapp.answers import entry, mistake
-from webapp.data import DataPage
-from webapp.jobs import Jobs
-from webapp.runs import RunsPage, Shelf
-from webapp.start import StartPage
-from webapp.tryout import TryPage
 
 log = logging.getLogger("retouch")
 

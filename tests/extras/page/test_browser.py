@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from tests.extras.page.browsing import browser_page, studio_at
+from tests.extras.page.conftest import write_run
 from tests.support.commands import ROOT, weights
-from tests.webapp.browsing import browser_page, studio_at
-from tests.webapp.conftest import write_run
 
 RUN = ["trainer.max_steps=300", "sample_every=0", "save_every=0", "callbacks.sample_images.count=1", "data.val_count=2"]
 

@@ -16,10 +16,10 @@ from PIL import Image, ImageChops, ImageOps
 from cli.placement import frozen_model
 from cli.terminal import log
 from datamodules.images.decoding import open_image, open_mask
-from datamodules.images.inspection import Finding, Kind, inspect_sample, look, repeated
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import resize
+from extras.inspection import Finding, Kind, inspect_sample, look, repeated
 from foundation.errors import UserError, count_of, printable
 from lightning_modules.timing import ProgressLines
 from report.images import labelled_row, write_figure

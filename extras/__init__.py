@@ -1,0 +1,1 @@
+"""Extras beside the core: the page, captions by a model, inspection of data, averaging. The core imports none."""

@@ -1,0 +1,1 @@
+"""Tasks, settings and folders."""
