@@ -25,7 +25,8 @@ def test_adding_a_model_names_every_method_and_attribute_of_a_family():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_headings(page):
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose):
         path = page.parent / target if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
@@ -36,3 +37,19 @@ def test_each_promise_has_its_test():
     assert len(rows) > 40
     for path, name in rows:
         assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"
+
+
+def test_reading_order_names_only_existing_files():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    order = text.partition("## Reading order")[2].partition("## Inside")[0]
+    names = re.findall(r"`([\w/]+\.(?:py|yaml))`", order)
+    assert len(names) > 20
+    assert not [
+        name
+        for name in names
+        if not (
+            (ROOT / name).is_file()
+            or (ROOT / "lightning_modules" / name).is_file()
+            or (ROOT / "datamodules" / name).is_file()
+        )
+    ]
