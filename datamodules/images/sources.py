@@ -25,7 +25,7 @@ from datamodules.images.folders import (
     with_masks,
 )
 from datamodules.images.samples import Found, Root
-from datamodules.images.tables import TABLES, Table, file_table, samples_of
+from datamodules.images.tables import PAIRS, TABLES, Table, file_table, samples_of
 from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
 from foundation.errors import UserError, count_of, listing, printable, without_credentials
 from foundation.files import CONTROL_CHARACTER
@@ -157,10 +157,7 @@ def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Roo
 def _captioned(root: Root, all_folders: bool) -> Found:
     path = Path(root.path).expanduser()
     if path.is_dir() and controls_folders(path):
-        raise UserError(
-            f"data.root={path} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
-            "alone: give the folder of the targets"
-        )
+        raise UserError(f"data.root={path} {PAIRS}: give the folder of the targets")
     if (table := _table_of(root)) is not None:
         return samples_of(table, root, edits=False)
     found = _images_below(path, replace(root, require_prompt=False), all_folders)

@@ -110,13 +110,11 @@ class _Scan:
         self._others: dict[str, str] = {}  # by key a member that is neither
         try:
             require_file(path)
-            with tarfile.open(path, "r:") as tar, path.open("rb") as file:
+            with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
                 last = self._read(tar, path.stat().st_size)
                 file.seek(tar.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # every tar ends with two empty blocks
-                    self.faults[""] = (
-                        f"{path} ends early, or is damaged after {last}: copy it again, the rest is missing"
-                    )
+                    self.faults[""] = f"{path} ends early, or is damaged after {last}: copy it again"
         except tarfile.ReadError as error:
             if kind_of_file(path) == "a compressed archive":
                 raise UserError(

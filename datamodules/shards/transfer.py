@@ -1,7 +1,6 @@
 """A folder in a bucket or on a server: its objects are read and written with retries."""
 
 import hashlib
-import itertools
 import logging
 import time
 import zlib
@@ -73,7 +72,7 @@ class Bucket:
         """
         folder, mark, query = self.url.partition("?")  # the query may be a token
         shown = without_credentials(f"{folder.rstrip('/')}/{name}".rstrip("/") + mark + query)
-        for count in itertools.count(1):
+        for count in range(1, ATTEMPTS + 1):
             try:
                 return work()
             except BROKEN as error:
@@ -83,12 +82,11 @@ class Bucket:
             # Not within `except`: the error may quote the URL with its credentials.
             if lasts:
                 raise UserError(f"{self.setting}: {shown} {problem}")
-            if count == ATTEMPTS:
-                raise UserError(f"{self.setting}: {shown} cannot be {done}: {problem} ({ATTEMPTS} attempts)")
-            pause = PAUSE * 2 ** (count - 1)
-            log.warning(f"note: {shown}: {problem}; attempt {count + 1} of {ATTEMPTS} in {pause:g} s")
-            time.sleep(pause)
-        raise AssertionError
+            if count < ATTEMPTS:
+                pause = PAUSE * 2 ** (count - 1)
+                log.warning(f"note: {shown}: {problem}; attempt {count + 1} of {ATTEMPTS} in {pause:g} s")
+                time.sleep(pause)
+        raise UserError(f"{self.setting}: {shown} cannot be {done}: {problem} ({ATTEMPTS} attempts)")
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each object by its path in the folder."""
