@@ -86,7 +86,7 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
     try:
         if isinstance(path, Path):
             require_file(path)
-        with Image.open(path if isinstance(path, Path) else path.open(), formats=RASTERS) as image:
+        with Image.open(path if isinstance(path, Path) else BytesIO(path.read_bytes()), formats=RASTERS) as image:
             tags = getattr(image, "tag_v2", {})  # of a TIFF: bits and photometric interpretation
             odd = image.mode.startswith("I") and tags and (tags.get(258), tags.get(262)) != ((16,), 1)
             if image.mode == "F" or odd:
@@ -241,7 +241,7 @@ def verify_image(path: ImageFile) -> None:
         with one_large(image.size):
             small = _at_an_eighth(image)
             if image.format in ("JPEG", "MPO"):
-                content = path.read_bytes() if isinstance(path, Path) else path.read()
+                content = path.read_bytes()
                 end = _end_of_pixels(content)
                 # A decoder fills what is missing with grey, without a word; only then it reads the filler.
                 with Image.open(BytesIO(content[:end] + FILLER + content[end:]), formats=("JPEG",)) as filled:
