@@ -233,7 +233,7 @@ def _cropped(own: Sides, bucket: Sides) -> float:
 def notes_on(
     views: Sequence[View], facts: Sequence[Sequence[Facts]], roots: Sequence[Root], framing: Framing, noun: str
 ) -> list[str]:
-    """Return notes on how images are resized, and on what may be a mistake.
+    """Return notes on how images are resized, and on possible mistakes.
 
     Args:
         views: the first view of each sample.
@@ -266,7 +266,7 @@ def notes_on(
         counts[f"{noun} have an alpha channel, {effect}"] += any(one.alpha for one in own)
     notes = [count_of(count, text) for text, count in counts.items() if count]
     if zooms := [zoom for zoom in zooms if zoom > MOST_ZOOMED]:
-        what = "have control and target of other proportions, resized to other scales"
+        what = "have control and target of different proportions, resized to different scales"
         extent = f"by up to {max(zooms):.2f} times. Extending an image is learned with that zoom"
         notes.append(count_of(len(zooms), f"{noun} {what}, {extent}"))
     if crops := [view.cropped for view in views if view.cropped]:

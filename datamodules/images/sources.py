@@ -9,7 +9,7 @@ from pathlib import Path
 from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_table, mark_of_data_set
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
-    FORMATS,
+    IMAGE_FORMATS,
     REJECTED_FOLDER,
     TARGET_FOLDERS,
     Listing,
@@ -150,7 +150,7 @@ def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Roo
         ]
         found = found.plus(samples_by_name(with_masks(target, folder), listed, rejects.get(place), root))
     if not found.samples and not found.incomplete:
-        raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, tops))}")
+        raise UserError(f"data.root={folder}: no images ({IMAGE_FORMATS}) in {' and '.join(map(str, tops))}")
     return found
 
 
@@ -166,7 +166,7 @@ def _captioned(root: Root, all_folders: bool) -> Found:
     if not captioned and (table := _stored_table_of(path, root)) is not None:
         return samples_of(table, root, edits=False)
     if not captioned and not found.samples:
-        raise UserError(f"data.root={path}: no images ({FORMATS}) in it or below")
+        raise UserError(f"data.root={path}: no images ({IMAGE_FORMATS}) in it or below")
     return found
 
 

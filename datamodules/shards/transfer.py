@@ -40,7 +40,7 @@ BROKEN = (BaseError, OSError, EOFError, DamagedError)
 
 
 class Bucket:
-    """A folder behind a URL.
+    """A folder at a URL.
 
     Args:
         url: the folder: s3://, gs:// or az://; https:// and file:// can only be read.
@@ -97,7 +97,7 @@ class Bucket:
         return {one["path"].removeprefix(self.prefix): one["size"] for one in found if one["path"] not in folders}
 
     def read(self, name: str, parse: Callable[[bytes], Result]) -> Result | None:
-        """Return the parsed bytes of an object; None if there is none.
+        """Return the parsed bytes of an object; None if it does not exist.
 
         Args:
             parse: raises an error of `DAMAGED` for bytes that are not as they were written.
@@ -140,7 +140,7 @@ class Bucket:
         return str(got.attributes.get(CHECKSUM, ""))
 
     def download(self, name: str, path: Path) -> None:
-        """Replace a file by an object; raises FileNotFoundError if there is none."""
+        """Replace a file by an object; raises FileNotFoundError if it does not exist."""
 
         def fetch() -> None:
             got = obstore.get(self.store, self.prefix + name)
