@@ -9,7 +9,7 @@ from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile, Sample
 from datamodules.images.windows import Window
-from datamodules.shards.cache import REMEDY, Cache
+from datamodules.shards.cache import CACHE_REMEDY, Cache
 from datamodules.shards.reader import EncodedSample, index_of
 from datamodules.shards.tar import prompt_id, sample_id
 from foundation.files import reading
@@ -123,7 +123,7 @@ def look_up(
     Raises:
         UserError: its index is damaged.
     """
-    with reading(cache.folder, REMEDY):
+    with reading(cache.folder, CACHE_REMEDY):
         index = index_of(cache.rows())
     found = CachedSamples([], [], {})
     known = index.samples.keys() | index.prompts.keys()

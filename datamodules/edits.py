@@ -18,7 +18,7 @@ from datamodules.batch import PromptRequest, RawBatch
 from datamodules.images.captions import text_prompts
 from datamodules.images.decoding import floor_size, image_size, verify_image
 from datamodules.images.folders import (
-    FORMATS,
+    IMAGE_FORMATS,
     IMAGE_SUFFIXES,
     Listing,
     belongs_to_another,
@@ -264,13 +264,13 @@ def find_images(image: str | Sequence[str], setting: str = "image") -> list[tupl
         return [listed]
     path = Path(image).expanduser()
     if path.is_file() and not is_image(path.name):
-        raise UserError(f"{setting}={image}: the file is not one of {FORMATS}")
+        raise UserError(f"{setting}={image}: the file is not one of {IMAGE_FORMATS}")
     pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)
     found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
     read = (*IMAGE_SUFFIXES, *CAPTION_SUFFIXES)
     left_out = [one for one in found if one.is_file() and one.suffix.lower() not in read and not is_clutter(one.name)]
     others = Counter(f"*{one.suffix}" for one in left_out)
-    unread = f"{listing([f'{kind} ({count})' for kind, count in others.items()])}: not one of {FORMATS}"
+    unread = f"{listing([f'{kind} ({count})' for kind, count in others.items()])}: not one of {IMAGE_FORMATS}"
     edits = []
     for folder, names in itertools.groupby(sorted(one for one in found if is_image(one.name)), lambda one: one.parent):
         beside = {stem_of(one): one for one in folder.iterdir() if is_image(one.name)}

@@ -38,7 +38,7 @@ class Kind(Enum):
 
     LEAK = "leak", "learned and held out: remove it from one of the two"
     UNREADABLE = "unreadable", "repair or remove the file"
-    INCOMPLETE = "incomplete", "add what is missing, or remove the rest"
+    INCOMPLETE = "incomplete", "add the missing files, or remove the rest"
     EQUAL = "equal", "nothing to learn: remove it, or find the right file"
     PROPORTION = "proportion", "crop both alike, unless the edit extends the image"
     SHIFTED = "shifted", "align or crop both alike: the shift is learned with the edit"
@@ -247,7 +247,7 @@ def _faults_of_pair(
 
 
 def _equal_in_training(sample: Sample, index: int, sides: tuple[int, ...]) -> bool:
-    """Return whether a pair is nearly equal at the size of training, too, where blur and noise show."""
+    """Return whether a pair is also nearly equal at the size of training, where blur and noise show."""
     area = max(sides) ** 2 if sides else MOST_PIXELS
     target, control = (open_image(path, area) for path in (sample.target, sample.controls[index]))
     return max(target.size) <= SMALL_SIDE or nearly_equal(resize(control, target.size), target)

@@ -15,7 +15,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from io import BytesIO
 from pathlib import Path
 from stat import S_IMODE, S_ISDIR, S_ISREG
 from types import ModuleType
@@ -130,16 +129,12 @@ class Packed(ABC):
     """
 
     @abstractmethod
-    def read(self) -> bytes:
+    def read_bytes(self) -> bytes:
         """Return its bytes; raises the errors of reading a file."""
 
     @abstractmethod
     def signature(self) -> tuple[str, int, int, int]:
         """Return its name, unique on this machine, and three numbers, one of which changes whenever the bytes do."""
-
-    def open(self, mode: str = "rb") -> BytesIO:
-        """Open it like a file's path."""
-        return BytesIO(self.read())
 
 
 def read_bytes(path: Path, most: int = 2**28) -> bytes:

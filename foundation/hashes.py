@@ -17,7 +17,7 @@ Hashed = tuple[Any, ...]
 def hash_file(path: Path | Packed) -> Hashed:
     """Return the checksum of a file, with the size and times that would reveal a change."""
     if isinstance(path, Packed):
-        return (*path.signature(), hashlib.sha256(path.read()).hexdigest())
+        return (*path.signature(), hashlib.sha256(path.read_bytes()).hexdigest())
     require_file(path)
     return (*file_signature(path), file_sha256(path))
 

@@ -36,13 +36,9 @@ class Alignment(NamedTuple):
 def align(control: Gray, target: Gray) -> Alignment | None:
     """Align two images of one size; return None if their edges disagree."""
     control, target = edges(control), edges(target)
-    height, width = target.shape
-    found = [_align_blocks(control, target, 0, 0)]
     x, y, _ = shift(control, target)
-    x, y = round(x), round(y)
-    if (x or y) and abs(x) < width / 2 and abs(y) < height / 2:
-        found.append(_align_blocks(control, target, x, y))
-    best = max(found, key=lambda one: one.agreement)
+    near = dict.fromkeys([(0, 0), (round(x), round(y))])
+    best = max((_align_blocks(control, target, *one) for one in near), key=lambda one: one.agreement)
     return best if best.agreement >= AGREEING_SHARE else None
 
 
@@ -111,16 +107,14 @@ def _align_blocks(control: Gray, target: Gray, x: int, y: int) -> Alignment:
 def _fit(centres: np.ndarray, shifts: np.ndarray, count: int) -> Alignment:
     """Fit shift = (x, y) + zoom * centre to most of `count` blocks."""
     offset, zoom = np.median(shifts, axis=0), 0.0
-    tolerance = 4 * TOLERANCE  # a zoom moves the outer blocks
-    for _ in range(3):
+    for tolerance in (4 * TOLERANCE, TOLERANCE, TOLERANCE, TOLERANCE):  # at first a zoom moves the outer blocks
         agree = np.abs(shifts - offset - zoom * centres).max(axis=1) <= tolerance
+        found = Alignment(float(offset[0]), float(offset[1]), 1.0 + zoom, float(agree.sum()) / count)
         if not agree.any():
-            return Alignment(float(offset[0]), float(offset[1]), 1.0, 0.0)
+            break
         place, moved = centres[agree], shifts[agree]
         centred = place - place.mean(axis=0)
         spread = float((centred**2).sum())
         zoom = float((centred * (moved - moved.mean(axis=0))).sum()) / spread if spread else 0.0
         offset = moved.mean(axis=0) - zoom * place.mean(axis=0)
-        tolerance = TOLERANCE
-    agree = np.abs(shifts - offset - zoom * centres).max(axis=1) <= tolerance
-    return Alignment(float(offset[0]), float(offset[1]), 1.0 + zoom, float(agree.sum()) / count)
+    return found

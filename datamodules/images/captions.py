@@ -24,7 +24,7 @@ def read_captions(contents: Mapping[str, Any], per_line: bool = True) -> tuple[t
     """Return the captions of an image and the name of the file that holds them; () and None if no file does.
 
     Args:
-        contents: of X.txt, X.caption and X.json by file name, as `parsed`; any may be missing.
+        contents: content of X.txt, X.caption and X.json by file name, as `parsed`; any may be missing.
         per_line: treat each line of a text as a caption.
 
     Raises:
@@ -44,9 +44,9 @@ def read_captions(contents: Mapping[str, Any], per_line: bool = True) -> tuple[t
 
 
 def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
-    """Return each non-empty line, or the whole text if it is a JSON object or array; ("",) if there is none.
+    """Return each non-empty line, or the whole text if it is a JSON object or array; ("",) for an empty text.
 
-    Lines end as on Unix, Windows and old Macs, not at other separators of Unicode. Front matter is no caption.
+    Lines end as on Unix, Windows and old Macs, not at other separators of Unicode. Front matter is left out.
     """
     with suppress(ValueError, RecursionError):
         per_line = per_line and not isinstance(json.loads(text), dict | list)
@@ -56,7 +56,7 @@ def text_prompts(text: str, per_line: bool = True) -> tuple[str, ...]:
 
 
 def parsed(text: str, name: str) -> Any:
-    """Return a text as it is, but the content of a JSON file; raises a UserError if it is none."""
+    """Return a text as it is, and the content of a JSON file; raises a UserError if it is malformed."""
     try:
         return json.loads(text) if name.lower().endswith(".json") else text
     except (json.JSONDecodeError, RecursionError) as error:
@@ -64,7 +64,7 @@ def parsed(text: str, name: str) -> Any:
 
 
 def _json_prompts(value: Any, name: str, alone: bool) -> tuple[str, ...]:
-    """Return the captions of a JSON file; () if it is about something else, and not `alone`.
+    """Return the captions of a JSON file; () if it contains none, and is not `alone`.
 
     Raises:
         UserError: it holds no captions.

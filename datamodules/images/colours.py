@@ -12,13 +12,13 @@ from PIL import Image, ImageCms
 
 from foundation.files import DAMAGED
 
-# Errors of PIL for files that are no images, end early or are damaged, and of LittleCMS for profiles.
+# Errors of PIL for files that are not images, end early or are damaged, and of LittleCMS for profiles.
 UNREADABLE = (*DAMAGED, OSError, ImageCms.PyCMSError)
 # Tags of EXIF: its two folders, and in these ColorSpace and InteroperabilityIndex.
 EXIF, INTEROPERABILITY, COLOR_SPACE, INDEX = 0x8769, 0xA005, 0xA001, 1
 # Levels of 255 by which profiles of sRGB differ from each other: their tables are rounded.
 ROUNDING = 2
-# Code points of ITU-T H.273: x and y of red, green and blue, then white; exponents of curves, None for that of sRGB.
+# Code points of ITU-T H.273: x and y of red, green and blue, then white; exponents of curves, None for sRGB's.
 UNSPECIFIED = 2
 D65 = (0.3127, 0.3290)
 BT_709 = (0.64, 0.33, 0.30, 0.60, 0.15, 0.06, *D65)

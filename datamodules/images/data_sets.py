@@ -200,7 +200,7 @@ class Cell(Packed):
     row: int
     item: int | None = None
 
-    def read(self) -> bytes:
+    def read_bytes(self) -> bytes:
         cell = _mapped(self.file)[self.column][self.row]
         cell = cell if self.item is None else cell.values[self.item]
         return (cell["bytes"] if _is_struct(cell) else cell).as_py()

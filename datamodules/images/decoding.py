@@ -57,7 +57,7 @@ class Facts(NamedTuple):
     """The facts in an image's header.
 
     Attributes:
-        width, height: of the upright image.
+        width, height: sides of the upright image.
         frames: it has more frames than the first, which is used.
         alpha: it may be transparent.
         colours: `srgb` if its colours are converted, else empty; part of the identity of an image in a cache.
@@ -80,13 +80,13 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
     """Temporarily open an image file, without decoding it.
 
     Raises:
-        UserError: the file is no image, is damaged or ends early, has more pixels than PIL reads (179 million), is HDR,
-            or its pixels are floating-point numbers, whose range is unknown.
+        UserError: the file is not an image, is damaged or ends early, is HDR, has more pixels than PIL reads (179
+            million), or floating-point pixels, whose range is unknown.
     """
     try:
         if isinstance(path, Path):
             require_file(path)
-        with Image.open(path if isinstance(path, Path) else path.open(), formats=RASTERS) as image:
+        with Image.open(path if isinstance(path, Path) else BytesIO(path.read_bytes()), formats=RASTERS) as image:
             tags = getattr(image, "tag_v2", {})  # of a TIFF: bits and photometric interpretation
             odd = image.mode.startswith("I") and tags and (tags.get(258), tags.get(262)) != ((16,), 1)
             if image.mode == "F" or odd:
@@ -135,7 +135,7 @@ def image_size(path: ImageFile) -> Sides:
     """Return (width, height) of the upright image, from its header.
 
     Raises:
-        UserError: the file is no image, or a side is shorter than 16 pixels.
+        UserError: the file is not an image, or a side is shorter than 16 pixels.
     """
     size = image_facts(path).size
     require_sides(path, *size)
@@ -164,7 +164,7 @@ def image_facts(path: ImageFile) -> Facts:
     """Return the facts of an image without decoding it; log a note about an unusable profile.
 
     Raises:
-        UserError: the file is no image.
+        UserError: the file is not an image.
     """
     with opened(path) as image:
         width, height = image.size
@@ -186,7 +186,7 @@ def _note_fault(path: str, fault: str) -> None:
 
 
 def _complete(image: Image.Image) -> None:
-    """Add to an opened image's info what PIL does not read of its header.
+    """Add to an opened image's info the parts of its header that PIL does not read.
 
     `cicp`: the code points of its colours, UNSPECIFIED if it has none. Of a PNG `late`: whether chunks that may hold
     EXIF follow the first one of pixels, and `transparency` in the range of PIL's pixels.
@@ -241,9 +241,9 @@ def verify_image(path: ImageFile) -> None:
         with one_large(image.size):
             small = _at_an_eighth(image)
             if image.format in ("JPEG", "MPO"):
-                content = path.read_bytes() if isinstance(path, Path) else path.read()
+                content = path.read_bytes()
                 end = _end_of_pixels(content)
-                # A decoder fills what is missing with grey, without a word; only then it reads the filler.
+                # A decoder silently fills missing parts with grey; only then does it read the filler.
                 with Image.open(BytesIO(content[:end] + FILLER + content[end:]), formats=("JPEG",)) as filled:
                     if small.tobytes() != _at_an_eighth(filled).tobytes():
                         raise EOFError("a part of its pixels is missing")
@@ -258,7 +258,7 @@ def _at_an_eighth(image: Image.Image) -> Image.Image:
 
 
 def _end_of_pixels(jpeg: bytes) -> int:
-    """Return the position behind the last scan of the first image in a JPEG, at the marker of its end."""
+    """Return the position after the last scan of the first image in a JPEG, at the marker of its end."""
     place = 2
     while place + 4 <= len(jpeg) and (kind := jpeg[place + 1]) != 0xD9:
         if kind == 0xFF:  # bytes may fill the space before a marker
@@ -295,7 +295,7 @@ def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True, a
 
     Args:
         area: pixels that will be used: a much larger image is reduced, a JPEG during decoding.
-        in_srgb: convert colours; the values of a mask are no colours.
+        in_srgb: convert colours, which the values of a mask are not.
         alpha: return RGBA instead, opaque if the image has no transparency.
 
     Raises:
@@ -344,7 +344,7 @@ def _opacity(image: Image.Image) -> Image.Image | None:
 
 
 def open_mask(path: ImageFile) -> Image.Image:
-    """Decode a mask to its brightness, or to its alpha channel if what is visible has one colour.
+    """Decode a mask to its brightness, or to its alpha channel if the visible part has one colour.
 
     Raises:
         UserError: the file is unreadable, or has both colours and transparent parts.
@@ -370,7 +370,7 @@ def verify_mask(path: ImageFile) -> bool:
     levels = np.asarray(open_mask(path))
     least, most = int(levels.min()), int(levels.max())
     if most < BLACK:
-        raise UserError(f"the mask {path} is as good as black (at most {most} of 255): white is what is trained")
+        raise UserError(f"the mask {path} is nearly black (at most {most} of 255): only white parts are trained")
     return least == 255
 
 

@@ -13,7 +13,7 @@ from foundation.errors import UserError, listing
 from foundation.files import read_text
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
-FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
+IMAGE_FORMATS = ", ".join(sorted(IMAGE_SUFFIXES))
 TARGET_FOLDERS = ("training_images", "images", "target", "targets")
 CONTROL_FOLDERS = ("control_images", "control", "controls", "condition_images")
 REJECTED_FOLDER = "rejected_images"
@@ -30,7 +30,7 @@ MASK_ENDINGS = ("_mask", "-mask", ".mask", "-masklabel", "_masklabel")
 MASK_FOLDERS = ("masks", "mask")
 # Endings of images that belong to another one and are not read.
 UNREAD_ENDINGS = ("-condlabel",)
-# Files and folders left by systems and programs, besides hidden ones.
+# Files and folders left by systems and programs; hidden ones are passed over as well.
 CLUTTER = {
     *("thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx", "__pycache__", "lost+found", "system volume information"),
     *("$recycle.bin", "@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", ".@__thumb", "@tmp"),
@@ -62,7 +62,7 @@ class Listing:
     """The files of a folder by `stem_of`.
 
     Attributes:
-        place: path of the folder below that of its root, in composed Unicode.
+        place: path of the folder below its root, in composed Unicode.
         ending: the part of file names after the stem; see `halves`.
         texts: files that may hold captions.
         others: all other files.
@@ -249,7 +249,7 @@ def further_controls(images: Mapping[str, Path]) -> dict[str, list[Path]]:
 
 def unsupported(name: Path | str) -> str:
     """Return the message about a file in an unsupported format."""
-    return f"{name} has an unsupported format (supported: {FORMATS})"
+    return f"{name} has an unsupported format (supported: {IMAGE_FORMATS})"
 
 
 def first_folder(root: Path, names: Sequence[str]) -> Path | None:

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -119,8 +119,9 @@ class Framing:
     def _windows(self, sizes: Sequence[Sides], side: int, crop: int, flipped: bool) -> tuple[Window, ...]:
         """Return the windows of the target and the controls; a `side` of 0 is their own size."""
         own, *controls = sizes
-        same_view = (control for control in controls if self._sets_grid(control, own))
-        like = next(same_view, own) if self.buckets == "exact" else own
+        like = own
+        if self.buckets == "exact" and self.condition_images.sets_target:
+            like = next((control for control in controls if same_proportions(control, own)), own)
         target = self._window(like, side, crop, flipped)
         return (target, *(self._control(control, own, target, side, flipped) for control in controls))
 
@@ -150,7 +151,7 @@ class Framing:
         if images.fits_target:
             return target if same_proportions(own, target_own) else images.fitted(own, target.size, flipped)
         if images.sets_target:
-            return target if self._sets_grid(own, target_own) else images.window(*own, side**2 or None, flipped)
+            return target if same_proportions(own, target_own) else images.window(*own, side**2 or None, flipped)
         if extends(target_own, own):
             scales = (seen / whole for seen, whole in zip(target.frame, target_own, strict=True))
             width, height = (max(SIDE_MULTIPLE, round(one * scale)) for one, scale in zip(own, scales, strict=True))
@@ -162,10 +163,6 @@ class Framing:
             shares = all(abs(math.log(one / other)) <= SAME_PROPORTIONS for one, other in zip(*frames, strict=True))
         return images.narrowed(target if shares else self._window(own, side, 0, flipped))
 
-    def _sets_grid(self, own: Sides, target_own: Sides) -> bool:
-        """Return whether a control determines the grid of its target."""
-        return self.condition_images.sets_target and same_proportions(own, target_own)
-
     def _scaled(self, own: Sides, side: int) -> Sides:
         """Return sides shrunk to the area of `side` as in prediction, or enlarged if configured."""
         if not side:
@@ -176,19 +173,14 @@ class Framing:
         is_whole = self.condition_images.whole_area is not None
         return shrunk(*own, side**2) if is_whole else self.condition_images.shrunk(*own, side**2)
 
-    def tables(self, side: int) -> Iterator[Sequence[Sides]]:
-        """Yield the buckets of a resolution, then of smaller and smaller ones."""
-        fine = [FINE**step for step in range(round(math.log(COARSE) / math.log(FINE)))]
-        for factor in itertools.chain(fine, (COARSE**step for step in itertools.count(1))):
-            if side * factor < self.multiple:
-                return
-            yield bucket_table((side * factor) ** 2, self.multiple, self.condition_images)
-
 
 @lru_cache(maxsize=4096)
 def find_bucket(framing: Framing, own: Sides, side: int) -> Sides | None:
     """Return the bucket of an image of this (width, height); None if each would crop too much."""
-    for buckets in framing.tables(side):
+    fine = [FINE**step for step in range(round(math.log(COARSE) / math.log(FINE)))]
+    factors = itertools.chain(fine, (COARSE**step for step in itertools.count(1)))
+    for factor in itertools.takewhile(lambda one: side * one >= framing.multiple, factors):
+        buckets = bucket_table((side * factor) ** 2, framing.multiple, framing.condition_images)
         bucket = min(buckets, key=lambda one: _cropped(own, one))
         if framing.upscale or (bucket[0] <= own[0] and bucket[1] <= own[1]):
             cropped = 1 - math.prod(bucket) / math.prod(_covering(own, bucket))
@@ -241,7 +233,7 @@ def _cropped(own: Sides, bucket: Sides) -> float:
 def notes_on(
     views: Sequence[View], facts: Sequence[Sequence[Facts]], roots: Sequence[Root], framing: Framing, noun: str
 ) -> list[str]:
-    """Return notes on how images are resized, and on what may be a mistake.
+    """Return notes on how images are resized, and on possible mistakes.
 
     Args:
         views: the first view of each sample.
@@ -274,7 +266,7 @@ def notes_on(
         counts[f"{noun} have an alpha channel, {effect}"] += any(one.alpha for one in own)
     notes = [count_of(count, text) for text, count in counts.items() if count]
     if zooms := [zoom for zoom in zooms if zoom > MOST_ZOOMED]:
-        what = "have control and target of other proportions, resized to other scales"
+        what = "have control and target of different proportions, resized to different scales"
         extent = f"by up to {max(zooms):.2f} times. Extending an image is learned with that zoom"
         notes.append(count_of(len(zooms), f"{noun} {what}, {extent}"))
     if crops := [view.cropped for view in views if view.cropped]:

@@ -264,7 +264,7 @@ class SampleSet:
             """Return the path of a file, the content of a packed image: tables repeat one for each instruction."""
             if not isinstance(image, Packed):
                 return _resolved(image)
-            return checksum(image) or hashlib.sha256(image.read()).hexdigest()
+            return checksum(image) or hashlib.sha256(image.read_bytes()).hexdigest()
 
         groups = [frozenset(map(identity, (sample.target, *sample.controls))) for sample in samples]
         return choose_held_out([sample.key for sample in samples], groups, count, noun)

@@ -1,7 +1,6 @@
 """Samples: their images and captions, and the settings of the root that holds them."""
 
 import math
-import os
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +37,8 @@ class Alpha(Packed):
 
     image: ImageFile
 
-    def read(self) -> bytes:
-        return self.image.read_bytes() if isinstance(self.image, Path) else self.image.read()
+    def read_bytes(self) -> bytes:
+        return self.image.read_bytes()
 
     def signature(self) -> tuple[str, int, int, int]:
         name, size, modified, changed = file_signature(self.image)
@@ -64,7 +63,7 @@ class Slice(Packed):
     offset: int
     size: int
 
-    def read(self) -> bytes:
+    def read_bytes(self) -> bytes:
         with open(self.file, "rb") as file:
             file.seek(self.offset)
             content = file.read(self.size)
@@ -73,8 +72,8 @@ class Slice(Packed):
         return content
 
     def signature(self) -> tuple[str, int, int, int]:
-        stat = os.stat(self.file)
-        return f"{self.file}#{self.offset}.{self.size}", stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        _, size, modified, changed = file_signature(Path(self.file))
+        return f"{self.file}#{self.offset}.{self.size}", size, modified, changed
 
     def __str__(self) -> str:
         return self.name

@@ -9,7 +9,7 @@ from pathlib import Path
 from datamodules.images.data_sets import ARROW_SUFFIXES, HUB, hub_table, local_table, mark_of_data_set
 from datamodules.images.folders import (
     CONTROL_FOLDERS,
-    FORMATS,
+    IMAGE_FORMATS,
     REJECTED_FOLDER,
     TARGET_FOLDERS,
     Listing,
@@ -25,7 +25,7 @@ from datamodules.images.folders import (
     with_masks,
 )
 from datamodules.images.samples import Found, Root
-from datamodules.images.tables import TABLES, Table, file_table, samples_of
+from datamodules.images.tables import PAIRS, TABLES, Table, file_table, samples_of
 from datamodules.images.tars import is_tar, named_tars, tar_table, tars_of
 from foundation.errors import UserError, count_of, listing, printable, without_credentials
 from foundation.files import CONTROL_CHARACTER
@@ -150,17 +150,14 @@ def _paired_folders(folder: Path, targets: Path, controls: list[Path], root: Roo
         ]
         found = found.plus(samples_by_name(with_masks(target, folder), listed, rejects.get(place), root))
     if not found.samples and not found.incomplete:
-        raise UserError(f"data.root={folder}: no images ({FORMATS}) in {' and '.join(map(str, tops))}")
+        raise UserError(f"data.root={folder}: no images ({IMAGE_FORMATS}) in {' and '.join(map(str, tops))}")
     return found
 
 
 def _captioned(root: Root, all_folders: bool) -> Found:
     path = Path(root.path).expanduser()
     if path.is_dir() and controls_folders(path):
-        raise UserError(
-            f"data.root={path} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
-            "alone: give the folder of the targets"
-        )
+        raise UserError(f"data.root={path} {PAIRS}: give the folder of the targets")
     if (table := _table_of(root)) is not None:
         return samples_of(table, root, edits=False)
     found = _images_below(path, replace(root, require_prompt=False), all_folders)
@@ -169,7 +166,7 @@ def _captioned(root: Root, all_folders: bool) -> Found:
     if not captioned and (table := _stored_table_of(path, root)) is not None:
         return samples_of(table, root, edits=False)
     if not captioned and not found.samples:
-        raise UserError(f"data.root={path}: no images ({FORMATS}) in it or below")
+        raise UserError(f"data.root={path}: no images ({IMAGE_FORMATS}) in it or below")
     return found
 
 

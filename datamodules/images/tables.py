@@ -37,6 +37,7 @@ COMMON = {
     "mask": "mask mask_image mask_img",
     "rejected": "rejected rejected_image, dispreferred dispreferred_image",
 }
+PAIRS = "is a set of pairs, for data=cached and a model that edits; data=captions takes single images"
 NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}
 # A column's name, the number of a further control, and a suffix of files, as in tars.
 _NAME = re.compile(r"(.+?)(?:_?(\d+))?(?:\.\w+)?")
@@ -81,10 +82,7 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
     wanted = [*(["control"] if edits else []), "target", *(["prompt"] if require_prompt else [])]
     roles = choose_columns(table, root.columns, wanted)
     if not edits and roles["control"] and "target" not in root.columns:
-        raise UserError(
-            f"{table.place} is a set of pairs, for data=cached and a model that edits; data=captions takes images "
-            f"alone: name the column, as data.columns='{{target: {roles['target'][0]}}}'"
-        )
+        raise UserError(f"{table.place} {PAIRS}: name the column, as data.columns='{{target: {roles['target'][0]}}}'")
     if not edits:
         roles["control"] = []
     values = {name: table.values(name) for names in roles.values() for name in names}

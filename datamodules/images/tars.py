@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datamodules.images.captions import CAPTION_KEYS, captions_of, parsed, read_captions
-from datamodules.images.folders import FORMATS, IMAGE_SUFFIXES, is_clutter, unsupported
+from datamodules.images.folders import IMAGE_FORMATS, IMAGE_SUFFIXES, is_clutter, unsupported
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
 from foundation.errors import UserError, listing
@@ -78,7 +78,7 @@ def tar_table(place: str, tars: Sequence[Path], per_line: bool) -> Table:
         incomplete += scan.faults.values()
     if not samples:
         lines = f": {listing(incomplete)}" if incomplete else ""
-        raise UserError(f"data.root={place}: no usable images ({FORMATS}) in the tar{lines}")
+        raise UserError(f"data.root={place}: no usable images ({IMAGE_FORMATS}) in the tar{lines}")
     return Table(
         place=f"data.root={place}",
         rows=[f"sample {key}" for key in samples],
@@ -110,13 +110,11 @@ class _Scan:
         self._others: dict[str, str] = {}  # by key a member that is neither
         try:
             require_file(path)
-            with tarfile.open(path, "r:") as tar, path.open("rb") as file:
+            with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
                 last = self._read(tar, path.stat().st_size)
                 file.seek(tar.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # every tar ends with two empty blocks
-                    self.faults[""] = (
-                        f"{path} ends early, or is damaged after {last}: copy it again, the rest is missing"
-                    )
+                    self.faults[""] = f"{path} ends early, or is damaged after {last}: copy it again"
         except tarfile.ReadError as error:
             if kind_of_file(path) == "a compressed archive":
                 raise UserError(

@@ -50,7 +50,7 @@ class Window(NamedTuple):
     Attributes:
         frame: (width, height) to which the whole image would be resized.
         box: part of the frame: left, top, right, bottom; around the whole frame it is filled by reflection.
-        size: (width, height) of the result; that of the box, unless encoders see another one.
+        size: (width, height) of the result; the box's, unless encoders see another one.
         flipped: mirror it horizontally.
     """
 
@@ -84,7 +84,7 @@ class Window(NamedTuple):
 
     @property
     def inside(self) -> tuple[int, int, int, int]:
-        """Part of an unscaled box that is no reflection: left, top, right, bottom."""
+        """Part of an unscaled box that is not reflected: left, top, right, bottom."""
         left, top, right, bottom = self.box
         width, height = self.frame
         return max(0, -left), max(0, -top), min(right, width) - left, min(bottom, height) - top
@@ -255,7 +255,7 @@ class ConditionImages:
 
 @dataclass(frozen=True)
 class SeenByBoth(ConditionImages):
-    """Condition images that are resized once: the text encoder sees those of the autoencoder."""
+    """Condition images that are resized once: the text encoder sees the autoencoder's."""
 
     @property
     def text_sees_them(self) -> bool:

@@ -1,1 +1,1 @@
-"""Shards of encoded samples: WebDataset tars on disk or behind a URL, how they are written and read."""
+"""Shards of encoded samples: WebDataset tars on disk or at a URL, written and read."""

@@ -33,7 +33,7 @@ FINGERPRINT = "FINGERPRINT"
 MANIFEST = "manifest.json"
 # The modification time of this file is the last use of the cache.
 USED = ".used"
-REMEDY = "delete it and start again: its samples are encoded again; if data.shards names it, copy it again"
+CACHE_REMEDY = "delete it and start again: its samples are encoded again; if data.shards names it, copy it again"
 
 
 def open_cache(cache_dir: str, parts: Mapping[str, Any]) -> "Cache":
@@ -60,7 +60,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
 
 
 class Folder:
-    """A folder of this machine whose files are read, as those of a `Bucket`."""
+    """A folder of this machine, read like a `Bucket`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,13 +75,13 @@ class Folder:
     def read(self, name: str, parse: Callable[[bytes], Result]) -> Result | None:
         """Return the parsed bytes of a file, None if there is none; raises a UserError if it is damaged."""
         path = self.path / name
-        with reading(path, REMEDY):
+        with reading(path, CACHE_REMEDY):
             return parse(path.read_bytes()) if path.exists() else None
 
     def read_range(self, name: str, start: int, size: int, crc32: int) -> bytes:
         """Return a part of a file; raises a UserError if it is missing or is not as it was written."""
         path = self.path / name
-        with reading(path, REMEDY), path.open("rb", buffering=0) as file:
+        with reading(path, CACHE_REMEDY), path.open("rb", buffering=0) as file:
             file.seek(start)
             data = file.read(size)
             if len(data) < size:
@@ -134,7 +134,7 @@ class Cache:
             yield from part.rows
 
     def sample_ids(self, prompts: bool = False) -> set[str]:
-        """Return the ids of all encoded samples; with `prompts`, those of all prompts as well."""
+        """Return the ids of all encoded samples, with `prompts` also of all prompts."""
         return {row["id"] for row in self.rows() if "key" in row or prompts}
 
     def manifest(self) -> dict[str, Any]:

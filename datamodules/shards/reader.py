@@ -18,7 +18,7 @@ from datamodules.batch import LatentBatch, stack_padded
 from datamodules.images.resizing import Size
 from datamodules.images.sample_set import choose_held_out
 from datamodules.sampler import FIRST, Choices
-from datamodules.shards.cache import MANIFEST, REMEDY, Folder, parse_manifest
+from datamodules.shards.cache import CACHE_REMEDY, MANIFEST, Folder, parse_manifest
 from datamodules.shards.tar import Row, parse_part, size_of
 from datamodules.shards.transfer import Bucket
 from foundation.errors import UserError
@@ -48,7 +48,7 @@ class EncodedSample(NamedTuple):
         size: sizes of its images, which the samples of a batch have in common.
         tokens: number of the transformer's tokens with its longest prompt.
         is_first: whether it is the first view of its images.
-        prompts: of each caption.
+        prompts: place of each caption's conditioning.
         preserved: prompts of which a batch contains one, alongside a caption.
         captions: empty if they are not known.
         weight: weight in the loss.
@@ -127,13 +127,13 @@ def open_shards(source: Folder | Bucket, wanted: Mapping[str, Any]) -> list[Enco
 
     def rows(tar: str) -> list[Row]:
         part = source.read(f"{Path(tar).stem}.jsonl", partial(parse_part, tar=tar))
-        path = source.path / tar if isinstance(source, Folder) else None  # reading finds what is wrong in a bucket
+        path = source.path / tar if isinstance(source, Folder) else None  # in a bucket, reading finds the damage
         is_whole = path is None or (path.is_file() and path.stat().st_size == manifest["shards"][tar]["bytes"])
         if part is None or not is_whole:
             raise UserError(f"{where}: {tar} is incomplete. Copy it and its .jsonl again.")
         return part.rows
 
-    with ThreadPoolExecutor() as pool, reading(str(source), REMEDY):
+    with ThreadPoolExecutor() as pool, reading(str(source), CACHE_REMEDY):
         index = index_of(chain.from_iterable(pool.map(rows, manifest["shards"])))
     if not index.samples:
         raise UserError(f"{where}: it contains no samples. Choose another cache.")
@@ -141,7 +141,7 @@ def open_shards(source: Folder | Bucket, wanted: Mapping[str, Any]) -> list[Enco
 
 
 def check_fit(built: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
-    """Compare the parts of a cache with those of this run.
+    """Compare the parts of a cache with this run's.
 
     Other library versions are only noted: the last bits may be rounded differently.
 
@@ -185,7 +185,7 @@ class LatentReader:
 
     Attributes:
         empty_prompt: whether batches include the empty prompt's conditioning.
-        choices: of captions, condition images and preserved prompts.
+        choices: the random choices of captions, condition images and preserved prompts.
     """
 
     source: Folder | Bucket
@@ -233,7 +233,7 @@ class LatentReader:
     def _read(self, place: Place) -> dict[str, Tensor]:
         """Return the tensors at a place; raises a UserError if they are not as they were written."""
         data = self.source.read_range(place.shard, place.offset, place.size, place.crc32)
-        with reading(f"{self.source}/{place.shard}", REMEDY):
+        with reading(f"{self.source}/{place.shard}", CACHE_REMEDY):
             tensors = safetensors.torch.load(data)
         # The empty prompt's tensors have names of their own in a tar.
         return {name.removeprefix("empty_"): tensor for name, tensor in tensors.items()}

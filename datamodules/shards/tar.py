@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
     Attributes:
         facts: the tar's file name (`shard`), `bytes`, `sha256` and `mtime_ns`.
-        rows: of its members, in order.
+        rows: rows of its members, in order.
     """
 
     facts: Row

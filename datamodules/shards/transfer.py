@@ -1,7 +1,6 @@
 """A folder in a bucket or on a server: its objects are read and written with retries."""
 
 import hashlib
-import itertools
 import logging
 import time
 import zlib
@@ -41,7 +40,7 @@ BROKEN = (BaseError, OSError, EOFError, DamagedError)
 
 
 class Bucket:
-    """A folder behind a URL.
+    """A folder at a URL.
 
     Args:
         url: the folder: s3://, gs:// or az://; https:// and file:// can only be read.
@@ -73,7 +72,7 @@ class Bucket:
         """
         folder, mark, query = self.url.partition("?")  # the query may be a token
         shown = without_credentials(f"{folder.rstrip('/')}/{name}".rstrip("/") + mark + query)
-        for count in itertools.count(1):
+        for count in range(1, ATTEMPTS + 1):
             try:
                 return work()
             except BROKEN as error:
@@ -83,12 +82,11 @@ class Bucket:
             # Not within `except`: the error may quote the URL with its credentials.
             if lasts:
                 raise UserError(f"{self.setting}: {shown} {problem}")
-            if count == ATTEMPTS:
-                raise UserError(f"{self.setting}: {shown} cannot be {done}: {problem} ({ATTEMPTS} attempts)")
-            pause = PAUSE * 2 ** (count - 1)
-            log.warning(f"note: {shown}: {problem}; attempt {count + 1} of {ATTEMPTS} in {pause:g} s")
-            time.sleep(pause)
-        raise AssertionError
+            if count < ATTEMPTS:
+                pause = PAUSE * 2 ** (count - 1)
+                log.warning(f"note: {shown}: {problem}; attempt {count + 1} of {ATTEMPTS} in {pause:g} s")
+                time.sleep(pause)
+        raise UserError(f"{self.setting}: {shown} cannot be {done}: {problem} ({ATTEMPTS} attempts)")
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each object by its path in the folder."""
@@ -99,7 +97,7 @@ class Bucket:
         return {one["path"].removeprefix(self.prefix): one["size"] for one in found if one["path"] not in folders}
 
     def read(self, name: str, parse: Callable[[bytes], Result]) -> Result | None:
-        """Return the parsed bytes of an object; None if there is none.
+        """Return the parsed bytes of an object; None if it does not exist.
 
         Args:
             parse: raises an error of `DAMAGED` for bytes that are not as they were written.
@@ -142,7 +140,7 @@ class Bucket:
         return str(got.attributes.get(CHECKSUM, ""))
 
     def download(self, name: str, path: Path) -> None:
-        """Replace a file by an object; raises FileNotFoundError if there is none."""
+        """Replace a file by an object; raises FileNotFoundError if it does not exist."""
 
         def fetch() -> None:
             got = obstore.get(self.store, self.prefix + name)

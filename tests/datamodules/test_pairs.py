@@ -24,7 +24,7 @@ class Row(Packed):
     number: int
     content: int
 
-    def read(self) -> bytes:
+    def read_bytes(self) -> bytes:
         return bytes([self.content])
 
     def signature(self) -> tuple[str, int, int, int]:
@@ -174,11 +174,11 @@ def test_an_image_of_several_rows_is_held_out_by_its_bytes_which_are_not_read_if
     """An image with several instructions appears once for each."""
     rows = [Row("a.parquet", number, number // 3) for number in range(9)]
     samples = [Sample(str(number), row, (), ("",)) for number, row in enumerate(rows)]
-    known = {row: hashlib.sha256(row.read()).hexdigest() for row in rows}
+    known = {row: hashlib.sha256(row.read_bytes()).hexdigest() for row in rows}
     held_out = data_module(str(pairs)).sample_set.held_out
     held = held_out(samples, 1, "images")
     assert held in ({0, 1, 2}, {3, 4, 5}, {6, 7, 8})
-    monkeypatch.setattr(Row, "read", lambda row: pytest.fail("read again"))
+    monkeypatch.setattr(Row, "read_bytes", lambda row: pytest.fail("read again"))
     assert held_out(samples, 1, "images", known.get) == held
 
 

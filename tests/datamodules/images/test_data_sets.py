@@ -33,8 +33,8 @@ def test_plain_tables_of_bytes(tmp_path, kind):
     columns = [pa.array([cell(number)], pa.large_binary() if kind == "large bytes" else None) for number in (0, 1)]
     root = parquet(tmp_path, before=columns[0], after=columns[1], caption=["x"])
     [sample] = find_samples([Root(root)]).samples
-    assert sample.target.read() == picture(1)
-    assert sample.controls[0].read() == picture(0)
+    assert sample.target.read_bytes() == picture(1)
+    assert sample.controls[0].read_bytes() == picture(0)
     assert str(sample.target) == f"{root} row 0 after"
 
 
@@ -57,7 +57,7 @@ def test_lists_are_several_references_and_several_captions(tmp_path):
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
     found = find_samples([Root(tmp_path / "saved")])
     assert [one.prompts for one in found.samples] == [("a", "b"), ("c",), ("d",), ("e",)]
-    references = [[ref.read() for ref in one.controls] for one in found.samples]
+    references = [[ref.read_bytes() for ref in one.controls] for one in found.samples]
     assert references == [[picture(0), picture(1)], [picture(2)], [], []]
     assert found.incomplete == [f"data.root={tmp_path}/saved row 4: refs is empty"]
     assert str(found.samples[0].controls[1]).endswith("row 0 refs[1]")
@@ -72,7 +72,10 @@ def test_numbered_columns_may_be_empty_but_for_the_first(tmp_path):
         prompt=list("abc"),
     )
     found = find_samples([Root(root)])
-    assert [[ref.read() for ref in one.controls] for one in found.samples] == [[picture(0), picture(2)], [picture(1)]]
+    assert [[ref.read_bytes() for ref in one.controls] for one in found.samples] == [
+        [picture(0), picture(2)],
+        [picture(1)],
+    ]
     assert found.incomplete == [f"data.root={root} row 2: input_image is empty"]
 
 
@@ -93,7 +96,7 @@ def test_arrow_files_of_several_shards(tmp_path):
     data_set(5).save_to_disk(tmp_path / "saved", num_shards=3)
     found = find_samples([Root(tmp_path / "saved")])
     assert [one.key for one in found.samples] == [f"{row:06d}" for row in range(5)]
-    assert [one.target.read() for one in found.samples] == [picture(10 + row) for row in range(5)]
+    assert [one.target.read_bytes() for one in found.samples] == [picture(10 + row) for row in range(5)]
     assert str(found.samples[4].target).endswith("row 4 edited_image")
 
 
@@ -101,11 +104,11 @@ def test_arrow_file_with_an_index_at_its_end(tmp_path):
     table = pa.table({"source": [picture(0)], "target": [picture(1)], "prompt": [prompt(0)]})
     with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as file:
         file.write_table(table)
-    assert find_samples([Root(tmp_path / "x.arrow")]).samples[0].target.read() == picture(1)
+    assert find_samples([Root(tmp_path / "x.arrow")]).samples[0].target.read_bytes() == picture(1)
     compressed = pa.ipc.IpcWriteOptions(compression="lz4")
     with pa.ipc.new_file(tmp_path / "x.arrow", table.schema, options=compressed) as file:
         file.write_table(table)
-    assert find_samples([Root(tmp_path / "x.arrow")]).samples[0].target.read() == picture(1)
+    assert find_samples([Root(tmp_path / "x.arrow")]).samples[0].target.read_bytes() == picture(1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from datamodules.images.sources import find_samples
 for root in sys.argv[1:]:
     try:
         samples = find_samples([Root(root)]).samples
-        print(len(samples), samples[0].prompts[0], len(samples[0].target.open("rb").read()))
+        print(len(samples), samples[0].prompts[0], len(samples[0].target.read_bytes()))
     except UserError as error:
         print(error)
 """

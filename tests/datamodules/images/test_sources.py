@@ -12,14 +12,9 @@ from datamodules.images.samples import Found, Root, Sample, as_roots, with_setti
 from datamodules.images.sources import find_samples
 from datamodules.images.windows import Window, load_image
 from foundation.errors import UserError
-from foundation.files import Packed
 from foundation.hashes import FileHashes, hash_file
 from tests.support.pictures import make_pairs
 from tests.support.stored import FORMS, as_parquet, as_saved, as_tars, picture, prompt
-
-
-def content(one) -> bytes:
-    return one.read() if isinstance(one, Packed) else one.read_bytes()
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +30,8 @@ def test_every_form_has_the_same_pairs(form, tmp_path, capfd):
     assert found.incomplete == []
     assert [sample.prompts for sample in found.samples] == [(prompt(number),) for number in range(4)]
     for number, sample in enumerate(found.samples):
-        assert content(sample.target) == picture(number + 10)
-        assert [content(one) for one in sample.controls] == [picture(number)]
+        assert sample.target.read_bytes() == picture(number + 10)
+        assert [one.read_bytes() for one in sample.controls] == [picture(number)]
     assert len({sample.key for sample in found.samples}) == 4
     assert "".join(capfd.readouterr()) == ""
 

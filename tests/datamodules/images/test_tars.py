@@ -23,7 +23,7 @@ def test_masks_references_and_captions(tmp_path):
     one, two = find_samples([Root(write_tar(tmp_path / "x.tar", members))]).samples
     assert one.prompts == ("a", "b")
     assert [str(picture).partition(":")[2] for picture in one.controls] == ["0000.source.png", "0000.source_2.jpg"]
-    assert one.mask.read() == picture(2)
+    assert one.mask.read_bytes() == picture(2)
     assert (len(two.controls), two.mask) == (1, None)
 
 

@@ -166,7 +166,7 @@ def test_transparent_mask_is_its_alpha_channel_and_else_refused(image, tmp_path)
 def test_mask_of_zeros_is_refused_with_its_name(tmp_path, mask, most):
     """Nothing would be trained. Programs write 1, not white, for what counts."""
     Image.fromarray(np.tile(mask, (16, 8) + (1,) * (mask.ndim - 2))).save(tmp_path / "m.png")
-    with pytest.raises(UserError, match=rf"the mask {tmp_path}/m\.png is as good as black \(at most {most} of 255\)"):
+    with pytest.raises(UserError, match=rf"the mask {tmp_path}/m\.png is nearly black \(at most {most} of 255\)"):
         verify_mask(tmp_path / "m.png")
 
 
