@@ -39,9 +39,8 @@ class ImageWriter(L.Callback):
         self.folder = Path(output_dir)
 
     def on_predict_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: EditRequest, *args: Any
     ) -> None:
-        assert isinstance(batch, EditRequest)
         made: dict[str, dict[float, Path]] = {}  # for each prompt and seed the files, by scale
         for pixels, record in outputs:
             path = self.folder / f"{short_name(record['name'], 251)}.png"

@@ -150,9 +150,10 @@ class TrainingProgress(L.Callback):
     on_exception = teardown
 
     def on_train_start(self, trainer: L.Trainer, pl_module: EditModule) -> None:
-        self._metrics = find_callback(trainer, Metrics)
-        if self._metrics is None:
+        metrics = find_callback(trainer, Metrics)
+        if metrics is None:
             raise UserError("callbacks.progress shows what callbacks.metrics measures: remove both, or neither")
+        self._metrics = metrics
         self._step = trainer.global_step
         if not trainer.is_global_zero:
             return
@@ -175,7 +176,6 @@ class TrainingProgress(L.Callback):
         if trainer.global_step == self._step or not trainer.is_global_zero:
             return
         self._step = trainer.global_step
-        assert self._metrics is not None
         now = self._metrics.latest
         numbers = f"loss {now['loss_avg']:.4f}  lr {now['lr']:.2g}  {now['samples_per_second']:.3g} samples/s"
         self.advance(self._step, numbers)

@@ -145,7 +145,7 @@ def _memory(plan: Footprint, module: EditModule) -> dict[str, str]:
     more = "; gradient_checkpointing=auto uses more if available" if auto else ""
     return {
         **{f"GPU, {name}": _sum(parts) for name, parts in phases.items()},
-        "": f"activations by gradient checkpointing: {listed}",
+        "activations": f"by gradient checkpointing: {listed}",
         "host": _sum(host),
         "disk": "no cache" if plan.cache is None else f"cache {decimal(plan.cache)}",
         "GPU in all": f"{decimal(peak)}, and about 1 GB for CUDA itself{more}{_against_this_machine(peak)}",
