@@ -13,7 +13,6 @@ from torch import nn
 
 from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
-from lightning_modules.adapters.gates import RankGate
 from lightning_modules.edit_module import EditModule
 from lightning_modules.execution.fsdp import gather_anew
 from lightning_modules.lora_files.names import LayerNames
@@ -107,8 +106,7 @@ class SamplingTransformer:
         module = self.module
         with module.execution.without_compiling():
             try:
-                transformer, gates = self._load()
-                module.sampler.use(transformer, self.source, gates)
+                self._load()
                 yield
             finally:
                 module.sampler.use(module.transformer, gates=module.rank_gates)
@@ -116,8 +114,8 @@ class SamplingTransformer:
                 if module.base.device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    def _load(self) -> tuple[Any, list[RankGate]]:
-        """Return the transformer with the LoRA, by way of its file, and its gates."""
+    def _load(self) -> None:
+        """Load the transformer with the LoRA, by way of its file, into the sampler, which has the only reference."""
         module = self.module
         transformer = self.source.load(module.base.device)
         with TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):  # peft draws what is then replaced
@@ -128,4 +126,4 @@ class SamplingTransformer:
             loras = AppliedLoRAs([find_weights(folder)])
             loras.load(transformer, module.base)
         module.execution.prepare(transformer)
-        return transformer, loras.rank_gates
+        module.sampler.use(transformer, self.source, loras.rank_gates)

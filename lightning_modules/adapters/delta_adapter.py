@@ -82,15 +82,17 @@ class DeltaAdapter(Adapter):
                     f"adapter.init_from={file.path} adapts other layers than adapter.target_modules: "
                     f"{listing(different)}"
                 )
-            self.load(transformer, file, deltas)
+            with torch.no_grad():
+                for name, layer in self.layers(transformer).items():
+                    self.load(layer, name, deltas[name], file)
 
     @abstractmethod
     def put(self, transformer: nn.Module, targets: Sequence[str]) -> None:
         """Add initial deltas to layers, in float32."""
 
     @abstractmethod
-    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Any]) -> None:
-        """Copy the deltas of init_from's file into the trained ones, rescaled if their scale differs."""
+    def load(self, layer: Any, name: str, delta: Any, file: LoRAFile) -> None:
+        """Copy a delta of init_from's file into a layer's own, rescaled if their scale differs."""
 
     @abstractmethod
     def layers(self, transformer: nn.Module) -> Mapping[str, Any]:

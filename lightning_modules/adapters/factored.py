@@ -118,18 +118,16 @@ class Factored(DeltaAdapter):
             deltas[name] = self.start(layer.in_features, layer.out_features, generator)
         add_deltas(transformer, ADAPTER, deltas, self.scale)
 
-    @torch.no_grad()
-    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, Delta]) -> None:
-        for name, layer in self.layers(transformer).items():
-            parameters, delta = dict(layer.updates[ADAPTER].named_parameters()), deltas[name]
-            shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, delta.tensors())]
-            if isinstance(delta, LowRank) or delta.unwritable or shapes[0] != shapes[1]:
-                raise UserError(
-                    f"adapter.init_from={self.init_from}: {name} is a {delta.kind} of {delta.size}, by the settings "
-                    f"a {self.kind} of {layer.updates[ADAPTER].delta().size}"
-                )
-            for key, tensor in delta.scaled(1 / self.scale).tensors().items():
-                parameters[key].copy_(tensor)
+    def load(self, layer: DeltaLinear, name: str, delta: Delta, file: LoRAFile) -> None:
+        parameters, own = dict(layer.updates[ADAPTER].named_parameters()), layer.updates[ADAPTER].delta()
+        shapes = [{key: one.shape for key, one in each.items()} for each in (parameters, delta.tensors())]
+        if isinstance(delta, LowRank) or delta.unwritable or shapes[0] != shapes[1]:
+            raise UserError(
+                f"adapter.init_from={file.path}: {name} is a {delta.kind} of {delta.size}, by the settings "
+                f"a {self.kind} of {own.size}"
+            )
+        for key, tensor in delta.scaled(1 / self.scale).tensors().items():
+            parameters[key].copy_(tensor)
 
     def layers(self, transformer: nn.Module) -> Mapping[str, DeltaLinear]:
         return {

@@ -95,24 +95,16 @@ class LoRA(DeltaAdapter):
     def initialize(self, transformer: nn.Module) -> None:
         """Replace peft's initial layers; LoRA keeps them."""
 
-    @torch.no_grad()
-    def load(self, transformer: nn.Module, file: LoRAFile, deltas: Mapping[str, LowRank]) -> None:
-        trained = Ranks.of_file(file)
-        for name, layer in self.layers(transformer).items():
-            delta, rank, own = deltas[name], self.ranks.rank_of(name), layer.scaling[ADAPTER]
-            if delta.rank != rank * self.width:
-                raise UserError(
-                    f"adapter.init_from={self.init_from}: {name} has rank {delta.rank // self.width}, here "
-                    f"adapter.rank={rank}"
-                )
-            scale = own if trained is None else trained.scale_of(name)
-            # In the down projection, which contains an orthogonal adapter's singular values.
-            set_weight(layer.lora_A[ADAPTER], delta.down * (scale / own))
-            set_weight(layer.lora_B[ADAPTER], delta.up / scale)
-            self.load_magnitude(layer, delta)
-
-    def load_magnitude(self, layer: Any, delta: LowRank) -> None:
-        """Copy a DoRA's magnitude."""
+    def load(self, layer: Any, name: str, delta: LowRank, file: LoRAFile) -> None:
+        trained, rank, own = Ranks.of_file(file), self.ranks.rank_of(name), layer.scaling[ADAPTER]
+        if delta.rank != rank * self.width:
+            raise UserError(
+                f"adapter.init_from={file.path}: {name} has rank {delta.rank // self.width}, here adapter.rank={rank}"
+            )
+        scale = own if trained is None else trained.scale_of(name)
+        # In the down projection, which contains an orthogonal adapter's singular values.
+        set_weight(layer.lora_A[ADAPTER], delta.down * (scale / own))
+        set_weight(layer.lora_B[ADAPTER], delta.up / scale)
 
     def layers(self, transformer: nn.Module) -> Mapping[str, Any]:
         return lora_layers(transformer, ADAPTER)
@@ -192,8 +184,9 @@ class DoRA(LoRA):
     def initialize(self, transformer: nn.Module) -> None:
         attach_magnitudes(transformer, ADAPTER)
 
-    def load_magnitude(self, layer: Any, delta: LowRank) -> None:
-        """Copy a DoRA's magnitude; a LoRA starts with the norms of its rows, which change nothing."""
+    def load(self, layer: Any, name: str, delta: LowRank, file: LoRAFile) -> None:
+        """Copy the magnitude as well; a LoRA starts with the norms of its rows, which change nothing."""
+        super().load(layer, name, delta, file)
         magnitude = row_norms(layer, ADAPTER) if delta.magnitude is None else delta.magnitude
         layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude)
 
