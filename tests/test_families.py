@@ -13,12 +13,12 @@ from tests.support.commands import compose
 from tests.support.objectives import losses
 from tests.support.pictures import pixels
 from tests.support.stock_pictures import load_stock, same_request, stock_picture
-from tests.support.tiny_pipelines import MODELS, every_model, with_variants
+from tests.support.tiny_pipelines import DIFFERENT, every_model
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
-@with_variants
+@every_model
 def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp_path, model):
     """Weights agree bit by bit; tokenizers and processors agree in their output for a prompt."""
     module = instantiate(compose("train", *arguments(model, tmp_path / "run", 1)).model, adapter=None)
@@ -39,9 +39,6 @@ def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp
         else:
             own, theirs = (torch.as_tensor(one(text=["make it snow"]).input_ids) for one in (part, other))
             assert torch.equal(own, theirs)
-
-
-DIFFERENT = [name for name, model in MODELS.items() if not model.variant]
 
 
 @pytest.mark.parametrize(
