@@ -8,7 +8,7 @@ from tests.support.objectives import EVERYTHING
 from tests.support.other_adapters import KINDS, OTHERS
 from tests.support.same_runs import SMOOTH_ADAM, assert_close, assert_close_losses, assert_close_models
 from tests.support.several_runs import DDP, FSDP
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import DIFFERENT
 
 LEARNS = {
     "lora": ["adapter=lora", "adapter.target_modules=all-linear", "adapter.rank=4"],
@@ -17,9 +17,8 @@ LEARNS = {
     "every objective": [*EVERYTHING, "objective.preserve.every=2", "adapter.rank=4", "data.reference_dropout=0.4"],
     **OTHERS,
 }
-FAMILIES = [name for name, model in MODELS.items() if not model.variant]
 CASES = {
-    "families": [*((model, "lora") for model in FAMILIES), ("qwen_image_edit_plus", "full")],
+    "families": [*((model, "lora") for model in DIFFERENT), ("qwen_image_edit_plus", "full")],
     "others": [("flux_kontext", one) for one in ("every objective", "dora", *KINDS)],
 }
 WAYS = {"one": ["data.batch_size=2"], "ddp": DDP, "fsdp": FSDP}
@@ -29,7 +28,7 @@ WAYS = {"one": ["data.batch_size=2"], "ddp": DDP, "fsdp": FSDP}
 def even(datasets, tmp_path_factory):
     """Return, for each family, the four samples of one size: two batches of two."""
     folders = {}
-    for model in FAMILIES:
+    for model in DIFFERENT:
         folders[model] = tmp_path_factory.mktemp(model)
         shutil.copytree(datasets[model], folders[model], dirs_exist_ok=True, ignore=shutil.ignore_patterns("[45]*"))
     return folders

@@ -13,12 +13,12 @@ from tests.support.commands import compose
 from tests.support.objectives import losses
 from tests.support.pictures import pixels
 from tests.support.stock_pictures import load_stock, same_request, stock_picture
-from tests.support.tiny_pipelines import MODELS, every_model, with_variants
+from tests.support.tiny_pipelines import DIFFERENT, every_model
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
-@with_variants
+@every_model
 def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp_path, model):
     """Weights agree bit by bit; tokenizers and processors agree in their output for a prompt."""
     module = instantiate(compose("train", *arguments(model, tmp_path / "run", 1)).model, adapter=None)
@@ -42,7 +42,7 @@ def test_every_component_equals_the_stock_pipelines(arguments, repositories, tmp
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"), first(1, [("flux2_klein_4b", "float32"), *((model, "bfloat16") for model in MODELS)])
+    ("model", "dtype"), first(1, [("flux2_klein_4b", "float32"), *((model, "bfloat16") for model in DIFFERENT)])
 )
 def test_trained_lora_creates_the_same_image_in_predict_and_in_the_stock_pipeline(
     run, arguments, repositories, datasets, tmp_path, monkeypatch, model, dtype

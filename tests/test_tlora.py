@@ -14,9 +14,7 @@ from tests.support.commands import compose, lora_bytes, short
 from tests.support.objectives import losses
 from tests.support.pictures import pixels
 from tests.support.tiny_adapters import learn
-from tests.support.tiny_pipelines import MODELS
-
-DIFFERENT = [name for name, model in MODELS.items() if not model.variant]
+from tests.support.tiny_pipelines import DIFFERENT
 
 
 @pytest.mark.parametrize(("model", "adapter"), first(1, zip(reversed(DIFFERENT), cycle(["tlora", "ortho_tlora"]))))

@@ -15,9 +15,7 @@ from tests.support.combinations import first
 from tests.support.commands import ROOT, compose
 from tests.support.pictures import pixels
 from tests.support.stock_pictures import same_request, stock_picture
-from tests.support.tiny_pipelines import MODELS, every_model
-
-DIFFERENT = [name for name, model in MODELS.items() if not model.variant]
+from tests.support.tiny_pipelines import DIFFERENT, every_model
 
 
 @pytest.mark.parametrize(("model", "adapter"), first(1, zip(reversed(DIFFERENT), cycle(["ortho_tlora", "tlora"]))))

@@ -10,7 +10,7 @@ from tests.support.commands import compose
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
 from tests.support.other_adapters import OTHERS
 from tests.support.steps import inputs
-from tests.support.tiny_pipelines import MODELS
+from tests.support.tiny_pipelines import DIFFERENT, MODELS
 
 FP8, INT8, NF4 = ([f"model/quantization={format}"] for format in ("fp8", "int8_w8a8", "nf4"))
 STREAMED = ["model.offload.blocks=2", "model.gradient_checkpointing=full", "model.offload.activations=true"]
@@ -24,11 +24,7 @@ LOKR = "flux_kontext"
 QUICK = ("tlora", "rotated", "nf4", "lokr")
 # The model, its settings, and an operator that must have been seen within those of ours.
 CASES = {
-    **{
-        name: (name, OFFLOADED, "aten::mm")
-        for name, model in MODELS.items()
-        if name not in (WHOLE, LOKR) and not model.variant
-    },
+    **{name: (name, OFFLOADED, "aten::mm") for name in DIFFERENT if name not in (WHOLE, LOKR)},
     "tlora": (WHOLE, [*OFFLOADED, "adapter=tlora"], "aten::mm"),
     "full": (WHOLE, [*PLAIN, "adapter=full"], "aten::mm"),
     "rotated": (WHOLE, [*STREAMED, *INT8, "model.quantization.rotation=true"], "aten::_int_mm"),

@@ -343,21 +343,12 @@ MODELS = {
 }
 
 
+# A variant has the code of another model: only its parity is tested.
+DIFFERENT = [name for name, model in MODELS.items() if not model.variant]
+
+
 def every_model(test: Callable[..., None]) -> Any:
-    """Parametrize a test by the models that differ; a variant, of the same code, has only tests `with_variants`.
-
-    One of them is in the quick suite, another for another test; the rest are slow.
-    """
-    return _models(test, [name for name, model in MODELS.items() if not model.variant])
-
-
-def with_variants(test: Callable[..., None]) -> Any:
-    """Parametrize a test by all models, of which one is in the quick suite."""
-    return _models(test, list(MODELS))
-
-
-def _models(test: Callable[..., None], names: list[str]) -> Any:
-    different = [name for name in names if not MODELS[name].variant]
-    quick = different[crc32(test.__name__.encode()) % len(different)]
-    cases = [pytest.param(name, marks=[pytest.mark.slow] * (name != quick)) for name in names]
+    """Parametrize a test by the models that differ: one of them, another for another test, is in the quick suite."""
+    quick = DIFFERENT[crc32(test.__name__.encode()) % len(DIFFERENT)]
+    cases = [pytest.param(name, marks=[pytest.mark.slow] * (name != quick)) for name in DIFFERENT]
     return pytest.mark.parametrize("model", cases)(test)

@@ -29,7 +29,7 @@ from tests.support.commands import compose, run_task
 from tests.support.foreign_files import native_state
 from tests.support.quantized import CPU, quantization
 from tests.support.steps import family, inputs
-from tests.support.tiny_pipelines import MODELS, every_model
+from tests.support.tiny_pipelines import DIFFERENT, MODELS, every_model
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -152,7 +152,7 @@ def assert_equal(model, state):
 
 
 FLUX = "flux_kontext"
-OTHERS = [name for name, model in MODELS.items() if not model.variant and name != FLUX]
+OTHERS = [name for name in DIFFERENT if name != FLUX]
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,13 @@ def compare():
     for tile, transposed in itertools.product(TILES, (True, False)):
         triton_products.TILES = (tile,)  # without a choice nothing is timed
         triton_products.kernel.cache_clear()
-        for n, k, m in ((131, 197, 261), (1, 1024, 16)) if tile != TILES[-1] else ((1200, 40, 30), (5, 12288, 3)):
+        large, long = ((131, 197, 261), (1, 1024, 16)) if tile != TILES[-1] else ((1200, 40, 30), (5, 12288, 3))
+        cases = (large, torch.bfloat16, True), (long, torch.float16, True), (long, torch.float32, False)
+        for (n, k, m), dtype, scaled in cases:
             *given, column_scales = operands(max(n, 2), k, m, transposed)
-            bias = torch.randn(m).bfloat16()
-            for dtype, (scales, added) in itertools.product(
-                (torch.bfloat16, torch.float16, torch.float32), ((column_scales, bias), (None, None))
-            ):
-                found, wanted = (product(*given, scales, added, dtype) for product in (int8_product, reference))
-                assert torch.equal(found, wanted), (tile, transposed, n, k, m, dtype, scales is None)
+            more = (column_scales, torch.randn(m).bfloat16()) if scaled else (None, None)
+            found, wanted = (product(*given, *more, dtype) for product in (int8_product, reference))
+            assert torch.equal(found, wanted), (tile, transposed, n, k, m, dtype, scaled)
 
 
 @pytest.mark.slow
@@ -92,8 +91,8 @@ def same(found, wanted):
 def compare_rounding():
     """Compare rows of zeros, infinity, NaN and tiny values, of several lengths; and values around each tie."""
     torch.manual_seed(0)
-    kinds = itertools.product((torch.int8, E4M3), (1, 1024, 2500), (torch.float32, torch.bfloat16, torch.float16))
-    for dtype, k, given in kinds:
+    sizes = (1, torch.float32), (1024, torch.float16), (2500, torch.bfloat16)
+    for dtype, (k, given) in itertools.product((torch.int8, E4M3), sizes):
         x = (torch.randn(7, k + 3) * torch.logspace(-3, 3, 7)[:, None]).to(given)[:, :k]
         x[0], x[1, k // 2], x[2, 0], x[3] = 0, float("inf"), float("nan"), 1e-30
         for factors in (None, torch.rand(1, 1), torch.rand(1, k)):
@@ -166,7 +165,7 @@ def own_cache(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 def test_cubins_multiply_int8_on_tensor_cores_within_shared_memory(capability):
-    for tile, transposed in itertools.product(TILES, (True, False)):
+    for tile, transposed in (*((tile, True) for tile in TILES), (TILES[0], False)):
         kernel = compiled(capability, tile, transposed)
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= SHARED[capability], (tile, kernel.metadata.shared)
