@@ -13,7 +13,7 @@ from foundation.errors import UserError
 from foundation.files import link_or_copy, replacing
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import averaged_weights
-from lightning_modules.lora_files.writing import export_dtype
+from lightning_modules.pretrained.repository import resolve_dtype
 from lightning_modules.timing import NOT_TRAINING
 from report.origin import published
 from runs.run_folder import RunFolder
@@ -70,7 +70,7 @@ class LoRACheckpoint(L.Callback):
         dtype: str,
     ) -> None:
         self.run = RunFolder(output_dir)
-        self.dtype = export_dtype(dtype)
+        self.dtype = resolve_dtype(dtype, "export.dtype", "float16")
         self.save_every = save_every
         self.keep_checkpoints = keep_checkpoints
         self.model = model_header(model_name, model)

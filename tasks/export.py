@@ -33,7 +33,8 @@ from lightning_modules.lora_files.reading import (
     LoRAFile,
     find_or_download,
 )
-from lightning_modules.lora_files.writing import LORA_FORMATS, export_dtype, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, write
+from lightning_modules.pretrained.repository import resolve_dtype
 from report.origin import published
 from runs.run_folder import RunFolder
 from tasks.edit import as_list, weights_of
@@ -94,7 +95,7 @@ class ExportedLoRA(NamedTuple):
 
 def export(cfg: DictConfig, output_dir: Path) -> None:
     """Write the LoRA of cfg.lora, cfg.merge or cfg.extract, or a transformer with it in its weights."""
-    dtype = export_dtype(cfg.export.dtype)
+    dtype = resolve_dtype(cfg.export.dtype, "export.dtype", "float16")
     if cfg.format not in LORA_FORMATS:
         raise UserError(f"format={cfg.format}: choose {', '.join(LORA_FORMATS)}")
     files, weights = _chosen_files(cfg)

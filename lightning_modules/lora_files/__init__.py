@@ -4,5 +4,5 @@ A file holds a delta for each adapted linear layer (kinds.py); delta.py compares
 `LoRAFile` (reading.py) finds them by any program's names of the layers (names.py), writing.py writes them for any
 program, and compatibility.py knows which programs read the result.
 
-The package knows nothing of training, configuration or whole models: of Retouch it imports only foundation/.
+The package knows nothing of training and configuration: of Retouch it imports only foundation/.
 """

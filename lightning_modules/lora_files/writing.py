@@ -20,8 +20,6 @@ from lightning_modules.lora_files.reading import HEADER_KEY, PEFT_CONFIG_NAME, P
 
 log = logging.getLogger("retouch")
 
-# Dtypes of the weights in a file, by the values of export.dtype.
-FILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DORA_SCALE = ("dora_scale", True)
 # Endings of tensors that are not rounded.
 EXACT = (".alpha", ".lora_magnitude_vector", ".dora_scale")
@@ -71,13 +69,6 @@ LORA_FORMATS = {
     "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME, kinds=("LoRA", "DoRA")),
     "onetrainer": FileFormat("lora_transformer_", flat=True, alpha=True, magnitude=DORA_SCALE),
 }
-
-
-def export_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a value of export.dtype; raises UserError for an unknown one."""
-    if name not in FILE_DTYPES:
-        raise UserError(f"export.dtype={name}: choose {', '.join(FILE_DTYPES)}")
-    return FILE_DTYPES[name]
 
 
 def write(

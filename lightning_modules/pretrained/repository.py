@@ -20,7 +20,6 @@ log = logging.getLogger("retouch")
 EMBEDDED = "embedded"
 ASSETS = Path(__file__).parent.parent.parent / "assets"
 SHAPES = ASSETS / "shapes"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A pipeline's index; the second one is a modular pipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
 SINGLE_FILES = (*SUFFIXES, ".onnx", *PICKLES)
@@ -60,11 +59,11 @@ def resolve_device(name: str | None, key: str) -> torch.device | None:
     return device
 
 
-def resolve_dtype(name: str, key: str = "model.dtype") -> torch.dtype:
-    """Parse `float32` or `bfloat16` from the setting `key`; raise a UserError for another name."""
-    if name not in DTYPES:
-        raise UserError(f"{key}={name}: choose {' or '.join(DTYPES)}")
-    return DTYPES[name]
+def resolve_dtype(name: str, key: str = "model.dtype", *more: str) -> torch.dtype:
+    """Parse `float32`, `bfloat16` or one of `more` from the setting `key`; raise a UserError for another name."""
+    if name not in (choices := ("float32", "bfloat16", *more)):
+        raise UserError(f"{key}={name}: choose {' or '.join(choices)}")
+    return getattr(torch, name)
 
 
 def component_folder(repository: str, revision: str | None, names: Iterable[str]) -> Path:
