@@ -11,7 +11,7 @@ from PIL import Image
 
 from datamodules.images.alignment import align, edges
 from datamodules.images.captions import wrapped_line
-from datamodules.images.decoding import MOST_PIXELS, Sides, image_facts, one_large, open_image, open_mask, require_sides
+from datamodules.images.decoding import MOST_PIXELS, Sides, image_facts, image_size, one_large, open_image, open_mask
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
 from datamodules.images.windows import resize, same_proportions
 from foundation.errors import UserError, printable
@@ -128,9 +128,7 @@ def look(path: ImageFile, mask: bool = False) -> Look:
     Raises:
         UserError: it cannot be read, or a side is shorter than 16 pixels.
     """
-    size = image_facts(path).size
-    if not mask:
-        require_sides(path, *size)
+    size = image_facts(path).size if mask else image_size(path)
     with one_large(size):
         whole = open_mask(path).convert("RGB") if mask else open_image(path, DECODED_AREA)
     scale = min(1.0, SMALL_SIDE / max(size))

@@ -109,17 +109,16 @@ def _table(place: str, files: list[str], folder: Path | None) -> Table:
         with _one_line(place):
             return _cells(place.removeprefix("data.root="), files, name, folder)
 
-    texts = [] if folder is None else [column.name for column in schema if "string" in str(column.type)]
+    def holds_images(column: "pa.Field") -> bool:
+        names_files = folder is not None and "string" in str(column.type)
+        return _holds_images(column.type) or (names_files and names_images(values(column.name)))
+
     return Table(
         place=place,
         rows=[f"row {row}" for row in range(count)],
         columns=schema.names,
         values=values,
-        images=[
-            column.name
-            for column in schema
-            if _holds_images(column.type) or (column.name in texts and names_images(values(column.name)))
-        ],
+        images=[column.name for column in schema if holds_images(column)],
         folder=folder,
         keys=[f"{row:06d}" for row in range(count)],
     )

@@ -245,14 +245,12 @@ def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int) -> No
         edit = EDITS[name](random, scene, random.choice(scene.shapes))
         if edit is None:
             continue
-        before, after = f"{number:05d}.png", f"{number:05d}-{name}.png"
+        before, after = f"{number:05d}.png" if edit.has_control else None, f"{number:05d}-{name}.png"
         edit.result.save(folder / after)
-        number += 1
-        if not edit.has_control:
-            rows.append({"file_name": after, "control_file_name": None, "prompt": edit.prompt})
-            continue
-        draw(scene).save(folder / before)
+        if before is not None:
+            draw(scene).save(folder / before)
         rows.append({"file_name": after, "control_file_name": before, "prompt": edit.prompt})
         if edit.back is not None:
             rows.append({"file_name": before, "control_file_name": after, "prompt": edit.back})
+        number += 1
     (folder / TABLES[0]).write_text("".join(json.dumps(row) + "\n" for row in rows[:count]), encoding="utf-8")

@@ -21,8 +21,10 @@ from foundation.files import Packed, read_text, reason, require_file
 TABLES = ("metadata.jsonl", "metadata.csv")
 # Column names of files in a table of ours by role; they, and `prompt`, come before all others.
 FILE_COLUMNS = {
-    **{"control": "control_file_name", "target": "file_name"},
-    **{"mask": "mask_file_name", "rejected": "rejected_file_name"},
+    "control": "control_file_name",
+    "target": "file_name",
+    "mask": "mask_file_name",
+    "rejected": "rejected_file_name",
 }
 # Common column names by role, in order of preference, with the spellings of a name between two commas.
 COMMON = {

@@ -60,7 +60,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
 
 
 class Folder:
-    """A folder of this machine, read like a `Bucket`."""
+    """A folder of this machine, read and written like a `Bucket`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,6 +89,11 @@ class Folder:
             if zlib.crc32(data) != crc32:
                 raise ValueError("its bytes are not as they were written")
         return data
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace a file."""
+        with replacing(self.path / name) as temporary:
+            temporary.write_bytes(content)
 
 
 class Cache:
@@ -238,8 +243,7 @@ class Cache:
             "shards": shards,
         }
         if manifest != self.manifest():
-            with replacing(self.folder / MANIFEST) as temporary:
-                temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            self.source.write(MANIFEST, f"{json.dumps(manifest, indent=1)}\n".encode())
 
 
 class BucketCache(Cache):
@@ -249,14 +253,11 @@ class BucketCache(Cache):
 
     Args:
         folder: on this machine; contains unfinished tars and the checksums of the samples' files.
-        bucket: the cache's folder in the bucket.
+        source: the cache's folder in the bucket.
     """
 
     on_disk = False
-
-    def __init__(self, folder: Path, parts: Mapping[str, Any], bucket: Bucket) -> None:
-        super().__init__(folder, parts, bucket)
-        self.bucket = bucket
+    source: Bucket
 
     def new_shard(self, rank: int) -> OpenShard:
         # The numbers of the tars in the bucket are not known here.
@@ -268,7 +269,7 @@ class BucketCache(Cache):
 
     def _upload(self, tar: Path) -> None:
         for path in (tar, part_path(tar)):
-            self.bucket.write(path.name, path)
+            self.source.write(path.name, path)
         for path in (part_path(tar), tar):  # a tar without its part is salvaged
             path.unlink()
 
@@ -284,9 +285,3 @@ class BucketCache(Cache):
             else:
                 tar.unlink()
                 part_path(tar).unlink()
-
-    def merge(self) -> None:
-        super().merge()
-        if (self.folder / MANIFEST).exists():
-            self.bucket.write(MANIFEST, self.folder / MANIFEST)
-            (self.folder / MANIFEST).unlink()
