@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -126,7 +126,6 @@ class TrainingAdapter:
         if not isinstance(name, str):
             raise UserError(f"model.training_adapter={name}: name one LoRA, a file, a folder or owner/name on the hub")
         self.name = name
-        self._transformer: Any = None
         self._lora = AppliedLoRAs([])
 
     @cached_property
@@ -149,18 +148,16 @@ class TrainingAdapter:
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
         """Load it into a transformer that has the trained adapter."""
-        self._transformer, self._lora = transformer, AppliedLoRAs([self.file.path])
+        self._lora = AppliedLoRAs([self.file.path])
         trained = trainable(transformer).values()
         self._lora.load(transformer, base)  # freezes everything
         for parameter in trained:
             parameter.requires_grad_(True)
         activate(transformer, [*self._lora.used, ADAPTER])
 
-    def left_out(self) -> AbstractContextManager[None]:
+    def left_out(self, transformer: Any) -> AbstractContextManager[None]:
         """Temporarily compute without it, the same bits as if it had never been loaded."""
-        return (
-            nullcontext() if self._transformer is None else without_adapters(self._transformer, list(self._lora.used))
-        )
+        return without_adapters(transformer, list(self._lora.used))
 
     def memory(self, base: FrozenBase) -> int:
         """Return its bytes on the device."""

@@ -196,6 +196,6 @@ class Execution:
     @contextmanager
     def for_inference(self) -> Iterator[None]:
         """Temporarily run the transformer as in prediction: eagerly, without the training adapter."""
-        left_out = nullcontext() if self.training_adapter is None else self.training_adapter.left_out()
-        with self.without_compiling(), left_out:
+        assistant = self.training_adapter
+        with self.without_compiling(), assistant.left_out(self.family.transformer) if assistant else nullcontext():
             yield
