@@ -128,10 +128,7 @@ def test_goals_are_judged_on_their_cards_only_and_where_their_rows_are():
     assert lines("NVIDIA H100 80GB HBM3", one) == [f"met: 1, at most 1.1 s: {compiled.name[6:]}"]
     slower = facts(compiled, 1.2) | facts(peer, 1.8)
     assert [line.partition(":")[0] for line in lines("NVIDIA H200", slower)] == ["not met", "not met"]
-    assert [line.partition(",")[0] for line in lines("RTX 4090", slower)] == [
-        "another card: 1.2",
-        "another card: 1.5",
-    ]
+    assert [line.partition(",")[0] for line in lines("RTX 4090", slower)] == ["another card: 1.2", "another card: 1.5"]
 
 
 def test_kernels_are_counted_and_views_are_not():

@@ -73,9 +73,7 @@ def test_encoders_are_quantized_if_they_are_named(run, tiny, pairs, request_of, 
 def test_unknown_components_to_quantize_are_one_line(refuses):
     setting = "model.quantization.components_to_quantize=[unet]"
     refuses(
-        "model/quantization=fp8",
-        setting,
-        words="unet cannot be quantized. Choose from transformer, text_encoder, ",
+        "model/quantization=fp8", setting, words="unet cannot be quantized. Choose from transformer, text_encoder, "
     )
 
 
@@ -88,10 +86,7 @@ def test_quantized_encoders_stay_near(repositories, model, format):
     texts = "text_encoder,text_encoder_2" if model == "flux_kontext" else "text_encoder"
     which = f"model.quantization.components_to_quantize=[{texts}]"
     image, embeds = torch.full((3, 28, 28), 99, dtype=torch.uint8), []
-    for more in (
-        [],
-        [f"model/quantization={format}", which],
-    ):
+    for more in ([], [f"model/quantization={format}", which]):
         where = [f"model={model}", f"model.pretrained_model_name_or_path={repositories[model]}"]
         module = instantiate(compose("train", *where, *MODELS[model].settings, *more).model, _convert_="all")
         with torch.no_grad():

@@ -32,10 +32,7 @@ def test_images_of_a_folder_are_edited_each_at_its_own_size(run, trained, tmp_pa
     [
         (["image=/nowhere.png", "prompt=x"], "image=/nowhere.png: no such file"),
         (["width=32", "height=32"], "no instruction: give prompt="),
-        (
-            ["prompt=x"],
-            "no image= to edit, which embedded needs; to sample from the prompt only, give",
-        ),
+        (["prompt=x"], "no image= to edit, which embedded needs; to sample from the prompt only, give"),
         (["width=32", "height=32", "prompt=x", "prompts_file=y"], "choose one"),
         (["prompt=x", "seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295 or a list of them"),
         (["lora=[]"], "lora=[]: the list is empty"),

@@ -166,10 +166,7 @@ def test_names_of_any_length_can_be_written(tmp_path):
     with replacing(tmp_path / f"{short}.png") as temporary:
         temporary.touch()
     assert short_name("photo", 251) == "photo"
-    with (
-        pytest.raises(UserError, match="File name too long"),
-        replacing(tmp_path / (300 * "x")) as file,
-    ):
+    with pytest.raises(UserError, match="File name too long"), replacing(tmp_path / (300 * "x")) as file:
         file.touch()
 
 

@@ -10,15 +10,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from datamodules.images.alignment import align
 from datamodules.images.captions import wrapped_line
 from datamodules.images.samples import Sample
-from extras.inspection import (
-    Kind,
-    Print,
-    inspect_sample,
-    look,
-    matches,
-    nearly_equal,
-    repeated,
-)
+from extras.inspection import Kind, Print, inspect_sample, look, matches, nearly_equal, repeated
 from tests.support.combinations import first
 from tests.support.faults import EDITS, PHOTOGRAPHS, moved, noisy, picture, recompressed, with_a_small_change
 

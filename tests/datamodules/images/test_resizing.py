@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from datamodules.edits import EditsDataModule
-from datamodules.images.decoding import Facts, floor_size, shrunk, size_of_area
+from datamodules.images.decoding import Facts, floor_size, shrunk
 from datamodules.images.resizing import MOST_CROPPED, Framing, bucket_table, notes_on
 from datamodules.images.samples import Root, Sample
 from datamodules.images.windows import ConditionImages, load_image, load_mask
@@ -44,19 +44,6 @@ def test_buckets_are_multiples_of_about_the_area_and_close_together(side, multip
     gaps = [wider / narrower for narrower, wider in itertools.pairwise(proportions)]
     assert max(gaps) < 1.16
     assert any(width == height for width, height in table)
-
-
-def test_qwens_controls_get_the_same_pixels_as_their_targets():
-    """Qwen's pipelines resize every condition image to a megapixel, in steps of 32."""
-    assert all(
-        size_of_area(*size, MEGAPIXEL) == size
-        for size in bucket_table(MEGAPIXEL, 32, ConditionImages(vae_image_size=MEGAPIXEL))
-    )
-    frame = framing(multiple=32, condition_images=ConditionImages(1, 1, MEGAPIXEL, 384**2))
-    for own in ((4000, 3000), (3000, 4000), (6000, 4000), (1920, 1080), (5000, 1600)):
-        [view] = views(frame, own, own)
-        target, control = view.windows
-        assert target == control
 
 
 @settings(max_examples=100)
@@ -185,16 +172,17 @@ def test_a_reference_of_other_proportions_gets_a_bucket_of_its_own():
     assert math.prod(reference.size) <= 600 * 900
 
 
-@pytest.mark.parametrize("side", [512, 768, 1024])
-def test_references_that_have_a_largest_area_agree_with_their_targets_in_every_bucket(side):
-    """FLUX.2's: a control that is shrunk alone would teach a little zoom with the edit."""
-    images = ConditionImages(most_area=MEGAPIXEL, crops=True)
-    frame = framing(condition_images=images)
-    for proportion in np.geomspace(1 / 3, 3, 67):
-        own = round(3000 * proportion**0.5), round(3000 / proportion**0.5)
-        [view] = views(frame, own, own, root=Root("", resolution=(side,)))
-        assert view.windows[0] == view.windows[1]
-    assert all(images.size(*one) == one for one in bucket_table(side**2, 16, images))
+@pytest.mark.parametrize(("model", "multiple", "sides"), [("flux2", 16, (512, 768, 1024)), ("qwen", 32, (1024,))])
+def test_references_agree_with_their_targets_in_every_bucket(model, multiple, sides):
+    """A control that is shrunk alone would teach a little zoom with the edit."""
+    images = MODELS[model]
+    frame = framing(multiple=multiple, condition_images=images)
+    for side in sides:
+        for proportion in np.geomspace(1 / 3, 3, 67):
+            own = round(3000 * proportion**0.5), round(3000 / proportion**0.5)
+            [view] = views(frame, own, own, root=Root("", resolution=(side,)))
+            assert view.windows[0] == view.windows[1]
+        assert all(images.size(*one) == one for one in bucket_table(side**2, multiple, images))
 
 
 # An image, a target, the size of the whole image in it, and of the part that is seen: Krea 2's Identity Edit nodes.

@@ -46,14 +46,6 @@ def test_sides_are_floored_to_16_by_resizing_as_diffusers_does(tmp_path):
     assert torch.equal(own, expected)
 
 
-def test_exif_rotation_is_applied_to_pixels_and_size(image, tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: show it rotated by 90 degrees
-    image.save(tmp_path / "x.png", exif=exif)
-    assert image_size(tmp_path / "x.png") == (32, 48)
-    assert np.array_equal(open_image(tmp_path / "x.png"), image.transpose(Image.Transpose.ROTATE_270))
-
-
 # JPEG 2000, BMP, GIF and PPM hold no EXIF.
 @pytest.mark.parametrize("suffix", ["tif", "jpg", "png", "webp", "avif", "jp2", "bmp", "gif", "ppm"])
 @pytest.mark.parametrize("orientation", range(10))
