@@ -85,15 +85,15 @@ def _scan(roots: list[Root], scan: Callable[[Root], Found]) -> Found:
         for setting, what in FORMS.items():
             if getattr(root, setting) and found.form != setting:
                 raise UserError(
-                    f"data.{setting} is for {what}, and {root.path} has none: leave it out, or set it for one root, as "
-                    f"data.root=[{{path: ROOT, {setting}: ...}}]"
+                    f"data.{setting} is for {what}; {root.path} has another form. Leave it out, or set it for one "
+                    f"root, as data.root=[{{path: ROOT, {setting}: ...}}]"
                 )
         if (path := Path(root.path).expanduser()).is_dir():
             found = note_unread(found, path, root)
         samples, lines = [], list(map(printable, found.incomplete))
         for sample in found.samples:
             if odd := CONTROL_CHARACTER.search("".join(sample.prompts)):
-                lines.append(printable(f"{sample.caption_file or sample.key}: its caption holds {odd[0]!r}, no text"))
+                lines.append(printable(f"{sample.caption_file or sample.key}: its caption contains {odd[0]!r}"))
                 continue
             key = printable(sample.key if len(roots) == 1 else f"{root.path}/{sample.key}")
             seen[key] += 1  # above 1 if a root is listed twice

@@ -69,8 +69,8 @@ class Folder:
         return str(self.path)
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file by its name."""
-        return {path.name: path.stat().st_size for path in self.path.glob("*") if path.is_file()}
+        """Return the bytes of each file by its name, without temporary ones, which may vanish."""
+        return {path.name: path.stat().st_size for path in self.path.glob("[!.]*")}
 
     def read(self, name: str, parse: Callable[[bytes], Result]) -> Result | None:
         """Return the parsed bytes of a file, None if there is none; raises a UserError if it is damaged."""

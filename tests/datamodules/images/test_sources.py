@@ -154,8 +154,11 @@ def test_a_setting_that_does_not_apply_to_a_root_is_refused(tmp_path):
     columns = {"control": "source", "target": "target"}
     assert len(find_samples([Root(folders), Root(tars, columns=columns)]).samples) == 5
     for root, message in (
-        (Root(folders, columns=columns), "data.columns is for tables, .* and .*/folders has none: leave it out, or"),
-        (Root(tars, pair_suffixes=("_start", "_end")), "data.pair_suffixes is for pairs in one folder, and .* has"),
+        (
+            Root(folders, columns=columns),
+            "data.columns is for tables, .*; .*/folders has another form. Leave it out, or",
+        ),
+        (Root(tars, pair_suffixes=("_start", "_end")), "data.pair_suffixes is for pairs in one folder; .* has"),
     ):
         with pytest.raises(UserError, match=message):
             find_samples([root])
