@@ -10,18 +10,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 from tests.support.pictures import photograph
 
 # Photographs of scikit-image, unlike each other, one for each edit.
-PHOTOGRAPHS = [
-    "astronaut",
-    "chelsea",
-    "coffee",
-    "rocket",
-    "retina",
-    "camera",
-    "brick",
-    "grass",
-    "gravel",
-    "coins",
-]
+PHOTOGRAPHS = ["astronaut", "chelsea", "coffee", "rocket", "retina", "camera", "brick", "grass", "gravel", "coins"]
 SIZE = (512, 384)
 
 

@@ -331,6 +331,7 @@ class LongCat(Reference):
 SHORT = ("model.max_sequence_length=64",)
 IMAGES = (f"model.vae_image_size={VAE}",)
 GUIDED = {"guidance_scale": 3.0, "negative_prompt": "blurry"}
+LONGER = ("model.max_sequence_length=96",), {"max_sequence_length": 96}
 FLUX = {"settings": SHORT, "call": {"max_sequence_length": 64, "guidance_scale": 2.5}}
 FLUX2 = {"settings": SHORT, "call": {"max_sequence_length": 64}, "guided": {"guidance_scale": 4.0}}
 FLUX2 |= {"unguided": {"guidance_scale": 1.0}}
@@ -344,14 +345,7 @@ REFERENCES = {
         Qwen("qwen_image_edit_plus", (*IMAGES, f"model.condition_image_size={CONDITION}")),
         Flux2("flux2_klein_4b", **FLUX2),
         Flux2("flux2_dev", **FLUX2),
-        ZImage(
-            "z_image",
-            ("model.max_sequence_length=96",),
-            {"max_sequence_length": 96},
-            GUIDED,
-            {"guidance_scale": 0.0},
-            96,
-        ),
+        ZImage("z_image", *LONGER, GUIDED, {"guidance_scale": 0.0}, 96),
         Qwen21(
             "qwen_image_2_1",
             ("model.output_resolution=64",),

@@ -1,6 +1,5 @@
 """Adapters of a tiny FLUX Kontext, in a module of ours and in a stock pipeline."""
 
-import bitsandbytes
 import torch
 from diffusers import FluxKontextPipeline
 from hydra.utils import instantiate
@@ -59,15 +58,6 @@ def export(module, path):
     write(path, adapter.deltas(module.transformer), {"adapter": adapter.metadata()})
 
 
-def quantize(transformer):
-    """Quantize every attention projection to 4 bits with bitsandbytes."""
-    for name, module in list(transformer.named_modules()):
-        if isinstance(module, torch.nn.Linear) and ".attn." in name:
-            four = bitsandbytes.nn.Linear4bit(module.in_features, module.out_features, quant_type="nf4")
-            four.load_state_dict(module.state_dict())
-            transformer.set_submodule(name, four.to("cpu"))
-
-
 def load(tiny, tmp_path, *adapters, names=("a", "b")):
     """Load a stock pipeline with trained adapters."""
     stock = FluxKontextPipeline.from_pretrained(tiny)
@@ -85,10 +75,3 @@ def picture(pipeline, steps=2, **more):
     settings = {"height": 32, "width": 32, "max_area": 1024, "max_sequence_length": 16, "output_type": "latent"}
     generator = torch.Generator().manual_seed(0)
     return pipeline(prompt="x", num_inference_steps=steps, generator=generator, **settings, **more).images
-
-
-def gate_of(pipeline, adapter_name):
-    """Return the gate that `attach_rank_schedule` put into a stock pipeline."""
-    hooks = pipeline.transformer.get_submodule(LAYER).lora_A[adapter_name]._forward_hooks
-    [gate] = [hook.__self__ for hook in hooks.values()]
-    return gate

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.support.tiny_parts import CHAT, QWEN3_TEMPLATE, build_tokenizer, spread
+from tests.support.tiny_parts import CHAT, QWEN3_TEMPLATE, TRANSFORMER, build_tokenizer, spread
 
 # As Mistral's.
 DEV_TEMPLATE = (
@@ -53,11 +53,9 @@ def flux2_parts(guidance_embeds: bool) -> dict[str, Any]:
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         "vae": vae,
         "transformer": Flux2Transformer2DModel(
+            **TRANSFORMER,
             in_channels=16,
-            num_layers=2,
             num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
             joint_attention_dim=48,
             timestep_guidance_channels=32,
             mlp_ratio=2.0,

@@ -16,6 +16,8 @@ CHARACTERS = string.ascii_letters + string.digits + ".,;:!?'\"()-+/&%#"
 CHAT = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Sizes of the language models.
 LANGUAGE_MODEL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+# Sizes that most transformers have.
+TRANSFORMER = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
 

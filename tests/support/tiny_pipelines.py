@@ -51,6 +51,7 @@ from tests.support.tiny_parts import (
     CHAT,
     LANGUAGE_MODEL,
     QWEN3_TEMPLATE,
+    TRANSFORMER,
     VISION,
     build_qwen_vae,
     build_tokenizer,
@@ -109,11 +110,9 @@ def build_pipeline(folder: Path, seed: int, heads: int = 4) -> None:
             ),
             tokenizer_2=T5TokenizerFast(vocab=t5_pieces, extra_ids=0, model_max_length=512),
             transformer=FluxTransformer2DModel(
+                **TRANSFORMER | {"num_attention_heads": heads},
                 in_channels=32,
-                num_layers=2,
                 num_single_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=heads,
                 joint_attention_dim=32,
                 pooled_projection_dim=32,
                 guidance_embeds=True,
@@ -152,11 +151,9 @@ def build_qwen(folder: Path, plus: bool, zero_cond_t: bool = False) -> None:
         tokenizer=tokenizer,
         processor=processor,
         transformer=QwenImageTransformer2DModel(
+            **TRANSFORMER,
             in_channels=16,
             out_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
             joint_attention_dim=32,
             axes_dims_rope=(4, 6, 6),
             zero_cond_t=zero_cond_t,
@@ -217,11 +214,9 @@ def build_longcat(folder: Path) -> None:
         tokenizer=tokenizer,
         text_processor=processor,
         transformer=LongCatImageTransformer2DModel(
+            **TRANSFORMER,
             in_channels=64,
-            num_layers=2,
             num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
             joint_attention_dim=32,
             pooled_projection_dim=32,
             axes_dims_rope=(4, 6, 6),
@@ -276,7 +271,8 @@ FLUX2: dict[str, Any] = {
     "guidance": {"guidance_scale": 3.0},
     "takes_list": True,
 }
-KREA2: dict[str, Any] = {"settings": ("model.max_sequence_length=96",), "call": {"max_sequence_length": 96}}
+TOKENS_96: dict[str, Any] = {"settings": ("model.max_sequence_length=96",), "call": {"max_sequence_length": 96}}
+GUIDED = {"guidance_scale": 3.0, "negative_prompt": "blurry"}
 # By the names of their YAMLs
 MODELS = {
     "flux_kontext": Tiny(
@@ -296,43 +292,17 @@ MODELS = {
     ),
     "flux2_klein_4b": Tiny(build_flux2_klein, **FLUX2),
     "flux2_dev": Tiny(build_flux2_dev, **FLUX2, variant=True),
-    "flux3_klein": Tiny(
-        build_flux3,
-        settings=(),
-        controls=FLUX2["controls"],
-        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
-        takes_list=True,
-    ),
-    "z_image": Tiny(
-        build_z_image,
-        settings=("model.max_sequence_length=96",),
-        data="captions",
-        controls=(),
-        call={"max_sequence_length": 96},
-        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
-    ),
-    "krea2": Tiny(
-        build_krea2,
-        settings=KREA2["settings"],
-        data="captions",
-        controls=(),
-        call=KREA2["call"],
-        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
-        variant=True,
-    ),
+    "flux3_klein": Tiny(build_flux3, settings=(), controls=FLUX2["controls"], guidance=GUIDED, takes_list=True),
+    "z_image": Tiny(build_z_image, **TOKENS_96, data="captions", controls=(), guidance=GUIDED),
+    "krea2": Tiny(build_krea2, **TOKENS_96, data="captions", controls=(), guidance=GUIDED, variant=True),
     "krea2_edit": Tiny(
         build_krea2,
-        settings=(*KREA2["settings"], "model.resolution=96", "model.condition_image_size=4096"),
-        call=KREA2["call"],
-        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
+        settings=(*TOKENS_96["settings"], "model.resolution=96", "model.condition_image_size=4096"),
+        call=TOKENS_96["call"],
+        guidance=GUIDED,
         takes_list=True,
     ),
-    "longcat_image_edit": Tiny(
-        build_longcat,
-        settings=(f"model.vae_image_size={AREA}",),
-        guidance={"guidance_scale": 3.0, "negative_prompt": "blurry"},
-        sized=False,
-    ),
+    "longcat_image_edit": Tiny(build_longcat, settings=(f"model.vae_image_size={AREA}",), guidance=GUIDED, sized=False),
     "qwen_image_2_1": Tiny(
         build_qwen_2_1,
         settings=("model.output_resolution=64",),

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from tests.support.tiny_parts import CHAT, VISION, build_tokenizer, qwen_vl_settings, spread
+from tests.support.tiny_parts import CHAT, TRANSFORMER, VISION, build_tokenizer, qwen_vl_settings, spread
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content[0].text }}<|im_end|>\n{% endfor %}"
@@ -53,13 +53,7 @@ def build_qwen_2_1(folder: Path) -> None:
         processor=Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=TEMPLATE),
         transformer=spread(
             QwenImage21Transformer2DModel(
-                in_channels=8,
-                out_channels=8,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                context_in_dim=32,
-                axes_dims_rope=(4, 6, 6),
+                **TRANSFORMER, in_channels=8, out_channels=8, context_in_dim=32, axes_dims_rope=(4, 6, 6)
             ),
             0.15,
         ),

@@ -6,7 +6,6 @@ from fractions import Fraction
 import pytest
 import torch
 from diffusers import FluxKontextPipeline
-from hydra.utils import instantiate
 from peft import LoraConfig
 
 from foundation.errors import UserError
@@ -16,7 +15,6 @@ from lightning_modules.adapters.rank_schedule import RankSchedule
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import write
 from tests.support.combinations import first
-from tests.support.commands import compose
 from tests.support.tiny_adapters import (
     LAYER,
     RANK,
@@ -31,11 +29,7 @@ from tests.support.tiny_adapters import (
 
 
 def test_forward_without_a_mask_is_an_error(tiny):
-    module = instantiate(
-        compose("train", "model=flux_kontext", "model.dtype=float32", "adapter=tlora").model,
-        pretrained_model_name_or_path=str(tiny),
-    )
-    module.configure_model()
+    module = build(tiny, "tlora")
     velocity(module, [0.5])
     with pytest.raises(UserError, match="ran without a rank mask: in diffusers call attach_rank_schedule"):
         module.transformer.get_submodule(LAYER)(torch.randn(1, 3, 64))

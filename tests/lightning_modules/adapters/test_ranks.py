@@ -25,11 +25,6 @@ PATTERNS = [
 ]
 
 
-def check(tiny, *settings):
-    """Check the adapter as before a run, without weights."""
-    build_unloaded(tiny, *settings).check()
-
-
 def build_unloaded(tiny, *settings):
     composed = compose("train", "model=flux_kontext", "model.dtype=float32", "adapter.rank=4", *settings)
     return instantiate(composed.model, pretrained_model_name_or_path=str(tiny), max_sequence_length=16)
@@ -40,16 +35,9 @@ def test_ranks_and_scales_by_pattern_are_as_peft_has_them(tiny, stock, rslora):
     module = build(tiny, "lora", *PATTERNS, f"adapter.use_rslora={rslora}")
     learn(module)
     layers = lora_layers(module.transformer, ADAPTER)
-    names = list(layers)
-    ranks = {name: 3 if ".1." in name else 2 for name in names if name.startswith("transformer_blocks")}
-    config = LoraConfig(
-        r=4,
-        lora_alpha=6,
-        use_rslora=rslora,
-        target_modules=names,
-        rank_pattern={f"^{name}": rank for name, rank in ranks.items()},
-        alpha_pattern={"to_v": 1.5},
-    )
+    ranks = {name: 3 if ".1." in name else 2 for name in layers if name.startswith("transformer_blocks")}
+    patterns = {"rank_pattern": {f"^{name}": rank for name, rank in ranks.items()}, "alpha_pattern": {"to_v": 1.5}}
+    config = LoraConfig(r=4, lora_alpha=6, use_rslora=rslora, target_modules=list(layers), **patterns)
     stock.transformer.add_adapter(config)
     theirs = lora_layers(stock.transformer, "default")
     for name, layer in layers.items():
@@ -99,7 +87,7 @@ def test_a_layer_whose_name_ends_other_names_is_adapted_without_them(tiny):
 )
 def test_incompatible_settings_are_refused_before_weights_are_read(tiny, setting, message):
     with pytest.raises((UserError, InstantiationException)) as caught:
-        check(tiny, *setting.split())
+        build_unloaded(tiny, *setting.split()).check()
     assert message in str(caught.value)
 
 

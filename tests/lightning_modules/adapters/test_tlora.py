@@ -1,16 +1,12 @@
 """T-LoRA's layers against closed forms, its files against stock diffusers, its steps against plain ones."""
 
 import pytest
-import safetensors.torch
 import torch
-from diffusers import FluxKontextPipeline
 
 from datamodules.batch import LatentBatch
 from foundation.errors import UserError
-from lightning_modules.adapters.gates import attach_rank_schedule
 from lightning_modules.adapters.peft_layers import ADAPTER
 from lightning_modules.adapters.rank_schedule import RankSchedule
-from lightning_modules.blocks import trim_last_block
 from tests.support.tiny_adapters import (
     ADAPTERS,
     LAYER,
@@ -18,10 +14,8 @@ from tests.support.tiny_adapters import (
     batch,
     build,
     export,
-    gate_of,
     gradients,
     learn,
-    quantize,
     velocity,
 )
 
@@ -70,65 +64,11 @@ def test_full_mask_is_plain_lora_bitwise(tiny):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def delta(transformer, adapter_name, x, gate, timesteps):
-    """Return the adapter's contribution in a layer."""
-    layer = transformer.get_submodule(LAYER)
-    gate.open(timesteps, None, torch.float32)
-    return layer.lora_B[adapter_name](layer.lora_A[adapter_name](x)) * layer.scaling[adapter_name]
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_file_gives_the_same_output_without_the_base_it_was_made_on(tiny, tmp_path, adapter, monkeypatch):
-    module = build(tiny, adapter)
-    del module.transformer
-    module.transformer = module.base.load_transformer()
-    quantize(module.transformer)
-    module.adapter.inject(module.transformer)
-    learn(module)
-    export(module, tmp_path / "pytorch_lora_weights.safetensors")
-    stock = FluxKontextPipeline.from_pretrained(tiny)
-    with torch.no_grad():
-        for parameter in stock.transformer.get_submodule(LAYER).parameters():
-            parameter.zero_()
-    monkeypatch.setattr(torch.linalg, "svd", None)
-    stock.load_lora_weights(tmp_path, adapter_name="a")
-    attach_rank_schedule(stock, tmp_path)
-    theirs = gate_of(stock, "a")
-    x, timesteps = torch.randn(3, 5, 64), torch.tensor([800.0, 400.0, 0.0])
-    [ours] = module.rank_gates
-    with torch.no_grad():
-        expected = delta(module.transformer, ADAPTER, x, ours, timesteps)
-        torch.testing.assert_close(delta(stock.transformer, "a", x, theirs, timesteps), expected, rtol=1e-6, atol=1e-6)
-    assert len({float(sample.norm()) for sample in expected}) == 3
-
-
 @pytest.mark.parametrize(("adapter", "other"), [("tlora", "ortho_tlora"), ("ortho_tlora", "lora")])
 def test_init_from_refuses_components_of_another_width(tiny, tmp_path, adapter, other):
     export(build(tiny, adapter), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="was made by adapter="):
         build(tiny, other, f"adapter.init_from={tmp_path / 'x.safetensors'}")
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_in_dtype_is_what_a_loader_makes_of_the_file(tiny, tmp_path, adapter):
-    """Sample images of a bf16 base are predict.py's: the orthogonal factors are cast after they are combined."""
-    module = build(tiny, adapter, dtype="bfloat16")
-    learn(module, spread=1e-2)
-    export(module, tmp_path / "pytorch_lora_weights.safetensors")
-    stock = FluxKontextPipeline.from_pretrained(tiny, torch_dtype=torch.bfloat16)
-    stock.load_lora_weights(tmp_path)
-    attach_rank_schedule(stock, tmp_path)
-    x_t, [control], prompt = batch()
-    adapted = module.transformer
-    before = safetensors.torch.save(module.adapter.tensors(adapted))
-    with torch.no_grad(), module.adapter.in_dtype(module.transformer, torch.bfloat16):
-        arguments = (x_t.bfloat16(), torch.tensor([0.2, 0.7]), [control.bfloat16()])
-        prompt = {name: tensor.bfloat16() for name, tensor in prompt.items()}
-        ours = module.denoise(*arguments, prompt)
-        trim_last_block(stock.transformer, *module.last_block)
-        module.transformer = stock.transformer
-        assert torch.equal(ours, module.denoise(*arguments, prompt))
-    assert safetensors.torch.save(module.adapter.tensors(adapted)) == before
 
 
 def test_dropout_is_a_function_of_the_batch_s_draws_and_leaves_the_global_generator(tiny):

@@ -108,12 +108,6 @@ def test_layers_that_see_more_rows_than_samples_are_found(module):
     }
 
 
-def test_prompts_of_other_lengths_are_refused_in_a_batch(module):
-    raws = [raw_sample(module, [], None, index, REFERENCE.size, ("snow", "snow and rain")) for index in range(2)]
-    with pytest.raises(UserError, match=r"prompt_embeds of \[\d+, \d+\] tokens, and this model masks none"):
-        module.encoder(collate_pixels(raws))
-
-
 def test_images_that_the_text_encoder_would_resize_are_refused(module):
     with pytest.raises(UserError, match=r"condition images of 16x16 are outside .* change data.resolution or"):
         module.encode_prompt(module.base.components, "x", [torch.zeros(4, 16, 16, dtype=torch.uint8)])
@@ -188,15 +182,3 @@ def test_prompts_without_images_are_sampled_at_a_given_size(module):
     edits.height = 80
     with pytest.raises(UserError, match=r"height=80: .* makes images whose sides are multiples of 32"):
         edits.configure_for(module)
-
-
-def test_sampling_without_a_cache_of_keys_agrees(repositories, module, monkeypatch, tmp_path):
-    images = condition_images([(96, 48)])
-    raw = raw_sample(module, images, tmp_path)
-    raw.target = None
-    encoded = module.encoder(raw, None)
-    made = []
-    for cached in (True, False):
-        monkeypatch.setattr(module, "sampling_arguments", lambda *_, cached=cached: {"use_kv_cache": cached})
-        made.append(module.sampler.sample(encoded, Sampling(4, None, 1.0, None), (64, 64), [7]))
-    torch.testing.assert_close(*made, rtol=0, atol=1e-5)

@@ -31,8 +31,10 @@ def stored(state, metadata=None) -> bytes:
     return safetensors.torch.save({key: one.clone() for key, one in state.items()}, metadata)
 
 
-def with_header(settings: str) -> bytes:
-    return stored(GOOD, {"lora_adapter_metadata": settings})
+def with_header(**settings) -> bytes:
+    """Return a LoRA with settings of peft in diffusers' header."""
+    named = {f"transformer.{key}": value for key, value in settings.items()}
+    return stored(GOOD, {"lora_adapter_metadata": json.dumps(named)})
 
 
 def tar() -> bytes:
@@ -44,6 +46,7 @@ def tar() -> bytes:
 
 
 OUTSIDE = json.dumps({DOWN: {"dtype": "F32", "shape": [2, 64], "data_offsets": [0, 10**12]}}).encode()
+SLOW = "(([a-z_0-9.]|[a-z])+)+[A-Z]"
 UNREAD = "contains tensors that Retouch does not read ("
 FILES = {
     "empty": (b"", "is an empty file"),
@@ -52,25 +55,16 @@ FILES = {
     "an offset outside": (raw(OUTSIDE, b"\0" * 64), "is damaged"),
     "a header of 100 MB": (raw(b'{"__metadata__":{"a":"' + b"x" * 10**8 + b'"}}'), "its header has 100,000,025 bytes"),
     "not a number": (stored(GOOD | {UP: torch.full((64, 2), torch.nan)}), "lora_B.weight): training diverged"),
-    "NaN in diffusers' header": (with_header('{"transformer.lora_alpha": NaN}'), "is not finite"),
-    "a pattern that is none": (
-        with_header('{"transformer.lora_alpha": 1, "transformer.alpha_pattern": {"(": 1}}'),
-        "alpha_pattern: ",
-    ),
-    "alpha pattern that takes for ever": (
-        with_header('{"transformer.lora_alpha": 1, "transformer.alpha_pattern": {"(([a-z_0-9.]|[a-z])+)+[A-Z]": 1}}'),
-        "alpha_pattern: ",
-    ),
+    "NaN in diffusers' header": (with_header(lora_alpha=torch.nan), "is not finite"),
+    "a pattern that is none": (with_header(lora_alpha=1, alpha_pattern={"(": 1}), "alpha_pattern: "),
+    "a pattern that takes for ever": (with_header(lora_alpha=1, alpha_pattern={SLOW: 1}), "alpha_pattern: "),
     "ranks that differ": (stored(GOOD | {UP: torch.ones(64, 3)}), "has matrices of (2, 64) and (64, 3)"),
     "a convolution": (stored({DOWN: torch.ones(2, 64, 3, 3), UP: torch.ones(64, 2, 1, 1)}), "has matrices of"),
     "AdaLoRA": (
         stored({f"{LAYER}.{name}": torch.ones(2, 2) for name in ("lora_A", "lora_B", "lora_E", "ranknum")}),
         "contains tensors of AdaLoRA that Retouch does not read (",
     ),
-    "AdaLoRA by its settings": (
-        with_header('{"transformer.beta1": 0.85, "transformer.peft_type": "ADALORA"}'),
-        "was saved by peft with peft_type=ADALORA, which",
-    ),
+    "AdaLoRA by its settings": (with_header(beta1=0.85, peft_type="ADALORA"), "was saved by peft with peft_type=ADALO"),
     "VeRA by its tensors": (stored({f"{LAYER}.vera_lambda_b": torch.ones(2)}), "tensors of VeRA that Retouch"),
     "a tar": (tar(), "is a tar archive; name a LoRA's"),
     "one half": (stored({DOWN: GOOD[DOWN]}), "half of an update"),
@@ -94,9 +88,9 @@ FILES = {
     "two adapters in different layers": (
         stored(
             {
-                f"{layer}.lora_{half}.{name}.weight": GOOD[f"{LAYER}.lora_{half}.weight"]
-                for layer, name in ((LAYER, "default"), (LAYER.replace("to_q", "to_k"), "second"))
-                for half in "AB"
+                key.replace(".weight", f".{name}.weight").replace("to_q", layer): one
+                for layer, name in (("to_q", "default"), ("to_k", "second"))
+                for key, one in GOOD.items()
             }
         ),
         "contains several adapters",
@@ -118,10 +112,7 @@ FILES = {
                | {f"{LAYER}.dora_scale": torch.ones(64, 1)}),
         "has lokr_w1 and lokr_w2 and magnitude, of two kinds",
     ),
-    "PiSSA": (
-        with_header('{"transformer.init_lora_weights": "pissa_niter_4"}'),
-        "saved by peft with init_lora_weights=pissa",
-    ),
+    "PiSSA": (with_header(init_lora_weights="pissa_niter_4"), "saved by peft with init_lora_weights=pissa"),
 }  # fmt: skip
 
 

@@ -61,12 +61,6 @@ def make_batch(samples=3, mask=True, weights=False):
     )
 
 
-def row(batch, number):
-    """Return a single sample of a batch."""
-    picked = batch.map(lambda tensor: tensor[number : number + 1] if len(tensor) > 1 else tensor)
-    return replace(picked, keys=batch.keys[number : number + 1], draws=batch.draws[number : number + 1])
-
-
 def losses(one, batch, model=None, step=0):
     return one.losses(batch, FLOW.noised(batch), model or TwoNumbers(), step)
 
@@ -109,14 +103,6 @@ def test_everything_at_once_is_the_formula_and_so_are_its_gradients(mask):
     torch.testing.assert_close(total, loss)
     torch.testing.assert_close(model.a.grad, mine.a.grad)
     torch.testing.assert_close(model.b.grad, mine.b.grad)
-
-
-@pytest.mark.parametrize("mask", [True, False])
-def test_batch_losses_equal_those_of_its_samples_computed_singly(mask):
-    batch, one = make_batch(mask=mask, weights=True), objective(*EVERYTHING)
-    alone = torch.cat([losses(one, row(batch, number)) for number in range(3)])
-    torch.testing.assert_close(losses(one, batch), alone)
-    assert len(set(alone.tolist())) == 3
 
 
 def test_contrastive_guidance_leaves_samples_without_their_caption_alone():

@@ -64,7 +64,7 @@ def module_of(folder, *more):
 
 
 def test_every_part_is_found_by_its_name_and_tensors(shipped, caplog):
-    """Two transformers have the same shapes; the file named for the model is used."""
+    """Two transformers have the same shapes; the file named for the model is used, or the one that a setting names."""
     with caplog.at_level("INFO", "retouch"):
         base = module_of(shipped).base
     assert base.name == KONTEXT
@@ -78,9 +78,6 @@ def test_every_part_is_found_by_its_name_and_tensors(shipped, caplog):
     loaded = base.components["text_encoder_2"].state_dict()
     stored = load_file(shipped / "models/clip/linked/t5xxl.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
-
-
-def test_one_that_is_named_is_used(shipped):
     named = shipped / "models/unet/flux1-dev.safetensors"
     assert module_of(shipped, f"model.transformer_name_or_path={named}").base.transformer_name == str(named)
 

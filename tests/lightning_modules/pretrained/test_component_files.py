@@ -41,6 +41,12 @@ def comfy(model, state):
     return {name: tensor for name, tensor in state.items() if model == QWEN or name != "lm_head.weight"}
 
 
+def is_linear(key, tensor):
+    """Return whether a tensor is the weight of a linear layer."""
+    others = ("embed", "shared", "relative_attention_bias", "lm_head")
+    return tensor.dim() == 2 and not any(word in key for word in others)
+
+
 class Files:
     """The tensors of a tiny pipeline's components, and files of them."""
 
@@ -85,8 +91,10 @@ def assert_equal(model, expected):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("model", TEXTS)
-def test_a_file_is_the_repositorys_text_encoder_to_the_bit(files_of, model, dtype):
+def test_a_file_is_the_repositorys_component_to_the_bit(files_of, model, dtype):
     files = files_of(model)
+    found = files.open(vae=files.write(files.state("vae")))["vae"]
+    assert_equal(found.load(CPU, dtype, None), tensors(files.reference("vae", dtype)))
     for name in TEXTS[model]:
         found = files.open(files.write(files.state(name)))
         assert [*found] == [name]
@@ -94,16 +102,6 @@ def test_a_file_is_the_repositorys_text_encoder_to_the_bit(files_of, model, dtyp
         if model == KLEIN:
             del expected["lm_head.weight"]
         assert_equal(found[name].load(CPU, dtype, None), expected)
-
-
-def test_float16_becomes_the_settings_dtype(files_of):
-    files = files_of(FLUX)
-    halves = {key: tensor.half() for key, tensor in files.state("text_encoder_2").items()}
-    loaded = files.open(files.write(halves))["text_encoder_2"].load(CPU, torch.bfloat16, None)
-    expected = {
-        name: one.half().bfloat16() for name, one in tensors(files.reference("text_encoder_2", torch.float32)).items()
-    }
-    assert_equal(loaded, expected)
 
 
 @pytest.mark.parametrize("stored", [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens")])
@@ -170,7 +168,7 @@ def test_fp8_layers_stay_fp8_with_the_files_values(files_of, model, scaled):
     files = files_of(model)
     name = TEXTS[model][-1]
     state, reference = files.state(name), files.reference(name, torch.float32)
-    layers = {key for key, tensor in state.items() if tensor.dim() == 2 and not re_embedding(key)}
+    layers = {key for key, tensor in state.items() if is_linear(key, tensor)}
     quantized, values = fp8(state, layers, scaled)
     file = files.open(files.write(quantized))[name]
     assert file.weights.format == "fp8"
@@ -187,11 +185,6 @@ def test_fp8_layers_stay_fp8_with_the_files_values(files_of, model, scaled):
     assert not torch.equal(states[1], states[2])
 
 
-def re_embedding(key):
-    """Return whether a matrix is no linear layer's."""
-    return any(word in key for word in ("embed", "shared", "relative_attention_bias", "lm_head"))
-
-
 def test_layers_are_quantized_by_the_settings(files_of):
     files = files_of(FLUX)
     file = files.open(files.write(files.state("text_encoder_2")))["text_encoder_2"]
@@ -203,9 +196,7 @@ def test_a_repositorys_layers_stay_fp8(files_of, tmp_path):
     files, name = files_of(FLUX), "text_encoder_2"
     folder = shutil.copytree(files.folder, tmp_path / "fp8")
     state = files.state(name)
-    quantized = fp8(
-        state, {key for key, one in state.items() if one.dim() == 2 and not re_embedding(key)}, "weight_scale"
-    )[0]
+    quantized = fp8(state, {key for key, tensor in state.items() if is_linear(key, tensor)}, "weight_scale")[0]
     single = files.open(files.write(quantized))[name].load(CPU, torch.float32, None)
     shutil.copy(tmp_path / "file.safetensors", folder / name / "model.safetensors")
     loaded = load_component(str(folder), name)
@@ -293,15 +284,11 @@ def autoencoder(request, tmp_path):
     return Files(request.param, tmp_path, tmp_path), in_authors_names(model, convert)
 
 
-def opened_vae(files, state):
-    return open_components({"vae": [files.write(state)]}, str(files.folder), None)["vae"]
-
-
 def test_a_file_in_the_authors_names_is_the_repositorys_autoencoder_to_the_bit(autoencoder):
     files, state = autoencoder
     start = {"FLUX.1": "", "FLUX.2": "vae.", "Qwen-Image": "first_stage_model."}[files.model]
     assert state.keys() != files.state("vae").keys()
-    file = opened_vae(files, {start + name: tensor for name, tensor in state.items()})
+    file = files.open(vae=files.write({start + name: tensor for name, tensor in state.items()}))["vae"]
     for dtype in (torch.float32, torch.bfloat16):
         assert_equal(file.load(CPU, dtype, None), tensors(files.reference("vae", dtype)))
 
@@ -311,19 +298,12 @@ def test_an_autoencoders_tensors_are_all_needed_and_used(autoencoder):
     lacks = dict(state)
     lacks.pop(next(name for name in state if name.startswith("decoder.mid")))
     with pytest.raises(UserError, match=r"fits no component: as vae it lacks decoder.mid_block"):
-        opened_vae(files, lacks)
+        files.open(vae=files.write(lacks))
     with pytest.raises(UserError, match=r"it has decoder.mid.block_7.conv1.weight, which its model lacks"):
-        opened_vae(files, state | {"decoder.mid.block_7.conv1.weight": ONE})
+        files.open(vae=files.write(state | {"decoder.mid.block_7.conv1.weight": ONE}))
     large = next(name for name, tensor in state.items() if tensor.dim() > 3 and tensor.shape[-1] == 3)
     with pytest.raises(UserError, match=r"it has .* of \d+x\d+x.*, Autoencoder\w+ of "):
-        opened_vae(files, state | {large: state[large].transpose(0, 1)})
-
-
-@pytest.mark.parametrize("model", TEXTS)
-def test_a_file_in_diffusers_names_is_the_repositorys_autoencoder(files_of, model):
-    files = files_of(model)
-    found = files.open(vae=files.write(files.state("vae")))["vae"]
-    assert_equal(found.load(CPU, torch.float32, None), tensors(files.reference("vae", torch.float32)))
+        files.open(vae=files.write(state | {large: state[large].transpose(0, 1)}))
 
 
 # A whole model
@@ -459,10 +439,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(files_of, tmp_path):
     cases = [
         ([clip, again], "text_encoder.safetensors and .*again.safetensors both contain text_encoder"),
         (str(files.folder), "is not a file. Name a repository by model.pretrained"),
-        (
-            str(tmp_path),
-            r"is not a file. It contains again.* by .*model.text_encoder_name_or_path, .*\. Name a",
-        ),
+        (str(tmp_path), r"is not a file. It contains again.* by .*model.text_encoder_name_or_path, .*\. Name a"),
         ("owner/name", "owner/name is not a file"),
         ("absent.safetensors", "text_encoder_name_or_path=absent.safetensors: the file does not exist"),
         (str(tmp_path / "t5.gguf"), "has llama.cpp's names, which are not read"),

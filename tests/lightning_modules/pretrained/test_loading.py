@@ -15,7 +15,6 @@ from foundation.hub import repository_file
 from lightning_modules.pretrained.component_files import load_component
 from lightning_modules.pretrained.repository import ASSETS, component_origin, read_index, resolve_device, stored_bytes
 from tests.support.commands import ROOT, run_code
-from tests.support.quantized import load
 from tests.support.servers import hub
 
 
@@ -28,13 +27,6 @@ def test_single_loaded_model_equals_the_pipelines(tiny, stock, name):
     ours, expected = own.state_dict(), theirs.state_dict()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
-
-
-def test_transformer_may_come_from_a_repository_of_its_own(tiny, stock, tmp_path):
-    stock.transformer.save_pretrained(tmp_path)
-    for repository in (tmp_path, tiny):
-        own = load(repository, dtype=torch.float32)
-        assert all(torch.equal(a, b) for a, b in zip(own.parameters(), stock.transformer.parameters(), strict=True))
 
 
 # Class, a text and its published ids, the number of tokens, and the longest text.

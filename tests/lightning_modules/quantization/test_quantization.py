@@ -32,7 +32,7 @@ KEPT = {
     | {
         f"text_fusion.{blocks}.0.{layer}"
         for blocks in ("layerwise_blocks", "refiner_blocks")
-        for layer in (
+        for layer in [
             "attn.to_q",
             "attn.to_k",
             "attn.to_v",
@@ -41,7 +41,7 @@ KEPT = {
             "ff.gate",
             "ff.up",
             "ff.down",
-        )
+        ]
     },
 }
 CLASSES = {

@@ -12,15 +12,11 @@ from foundation.errors import UserError
 from lightning_modules.pretrained.weights import save_quantized
 from lightning_modules.quantization.eight_bit import ROTATED_GROUPS, rotate
 from tests.lightning_modules.pretrained.test_weights import LAYER, NAME, source, write  # noqa: F401 (a fixture)
+from tests.lightning_modules.quantization.test_quantized_linear import error
 from tests.support.commands import compose
 from tests.support.quantized import load, quantization
-from tests.support.tiny_pipelines import FLUX
 
 ROTATED = quantization("int8_w8a8", rotation=True)
-
-
-def error(a, b):
-    return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
 def matrix(size):
@@ -159,7 +155,7 @@ def test_comfyuis_file_is_the_original_to_half_a_step(source, tmp_path, kind):  
 
 REFUSED = {
     "size": ({"convrot_groupsize": 32}, "rotated in groups of 32, which is not read"),
-    "inputs": ({"convrot_groupsize": 256}, "rotated in groups of 256, which is not read"),
+    "inputs": ({"convrot_groupsize": None}, "rotated in groups of 256, which is not read"),  # the default
     "text": ({"convrot_groupsize": "16"}, "rotated in groups of 16, which is not read"),
     "format": ({"format": "convrot_w4a4"}, "quantized by convrot_w4a4, which is not read"),
     "weights": ({"weight_rotated": False}, "quantized by int8_tensorwise, which is not read"),
@@ -170,7 +166,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_another_rotation_is_refused(source, tmp_path, kind):  # noqa: F811
     note, words = REFUSED[kind]
-    write(source, tmp_path, convrot(NOTE | note))
+    write(source, tmp_path, convrot({key: value for key, value in (NOTE | note).items() if value is not None}))
     with pytest.raises(UserError, match=words) as raised:
         load(tmp_path)
     assert "\n" not in str(raised.value)
@@ -190,12 +186,3 @@ def test_a_rotated_transformer_is_saved_and_loaded_bitwise(repositories, tmp_pat
     with safe_open(tmp_path / NAME, "pt") as file:
         note = json.loads(bytes(file.get_tensor(f"{LAYER}.comfy_quant").tolist()))
     assert note == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}
-
-
-@pytest.mark.slow
-def test_a_rotated_transformer_is_written_by_its_task(run, tiny, tmp_path):
-    base = ["model=flux_kontext", "model/quantization=int8_w8a8", *FLUX["settings"]]
-    base += [f"model.pretrained_model_name_or_path={tiny}"]
-    text = run("predict", "task=quantize", *base, f"output_dir={tmp_path / 'int8'}").text
-    assert "holds int8_w8a8" in text
-    assert load(tmp_path / "int8").get_submodule(LAYER).group == 64

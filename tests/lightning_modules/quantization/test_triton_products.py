@@ -130,14 +130,8 @@ def test_rows_are_rounded_by_the_formula(compare):
 
 def compiled(capability, tile, transposed):
     """Compile the kernel as for a layer of a transformer, with bf16 output."""
-    pointers = {
-        "rows": "*i8",
-        "columns": "*i8",
-        "row_scales": "*fp32",
-        "column_scales": "*fp32",
-        "bias": "*bf16",
-        "output": "*bf16",
-    }
+    pointers = {"rows": "*i8", "columns": "*i8", "bias": "*bf16", "output": "*bf16"}
+    pointers |= {"row_scales": "*fp32", "column_scales": "*fp32"}
     *sizes, warps, stages = tile
     names = "tile_rows", "tile_columns", "tile_inner", "scaled", "biased", "stride_k" if transposed else "stride_m"
     constants = dict(zip(names, (*sizes, True, True, 1), strict=True))
