@@ -167,7 +167,9 @@ def dry_run(model: str, precision: str, folder: Path) -> dict[str, float]:
         env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1", "PATH": ""},
     )
     rows = dict(re.findall(r"(GPU, \w+(?: \w+)?) {2,}(.*?) *│", done.stderr))
-    amounts = {name: float(re.findall(r"([\d.]+) GB", rest)[-1]) + CUDA for name, rest in rows.items()}
+    amounts = {
+        name: float(found[-1]) + CUDA for name, rest in rows.items() if (found := re.findall(r"([\d.]+) GB", rest))
+    }
     training = max(amounts["GPU, training"], amounts["GPU, sampling"])
     encoding = max(amount for name, amount in amounts.items() if name.startswith("GPU, encoding"))
     return {"training": round(training, 1), "encoding": round(encoding, 1)}

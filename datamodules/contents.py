@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """The names in the cache."""
+        """Names in the cache: of the view and of its conditioning."""
         return {self.id, *self.preserved.values()}
 
 

@@ -39,7 +39,7 @@ class Split:
 
     @property
     def captions(self) -> list[str]:
-        """The captions of all samples; empty if only the shards of a cache are known."""
+        """Captions of the samples; empty if only the shards of a cache are known."""
         return [prompt for sample in self.samples for prompt in sample.prompts]
 
     @property
