@@ -149,6 +149,14 @@ def gallery(runs) -> Gallery:
 
 
 @pytest.fixture
+def data_set_cache(monkeypatch, tmp_path):
+    """Give the library datasets a cache of this test."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
 def copied(tmp_path):
     """Copy a past run, to change it: to a folder of this test."""
     return lambda past, name="run": Path(shutil.copytree(past.folder, tmp_path / name))
@@ -222,18 +230,6 @@ def arguments(repositories, datasets):
         return [f"model={model}", "model.dtype=float32", *common, *MODELS[model].settings, *more]
 
     return arguments
-
-
-@pytest.fixture
-def mixed(tmp_path):
-    """Build samples of two sizes, one with a second control, with masks and prompts of very different lengths."""
-    root = make_pairs(tmp_path / "mixed", [(32, 32)] * 4 + [(48, 32)] * 4)
-    for number in range(4, 8):
-        photograph("coffee", 64, 32).save(root / "control_images" / f"{number:02d}_control_1.png")
-        photograph("chelsea", 48, 32).save(root / "control_images" / f"{number:02d}_mask.png")
-    (root / "training_images" / "01.txt").write_text("snow " * 10)
-    (root / "training_images" / "02.txt").write_text("")
-    return root
 
 
 @pytest.fixture

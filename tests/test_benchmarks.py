@@ -25,6 +25,7 @@ from datamodules.shards.cache import Cache
 from foundation.catalogue import shipped_configuration
 from lightning_modules.blocks import blocks
 from report.tables import read_metrics
+from tests.support.caches import flip
 from tests.support.commands import ROOT, run_code
 from tests.support.commands import compose as whole_config
 from tests.support.latents import fill
@@ -243,12 +244,6 @@ def whole(tmp_path):
     content = {"state_dict": {"a": torch.ones(3)}, "global_step": 2, "loops": loops}
     torch.save(content, run / "checkpoints" / "last.ckpt")
     return run
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1
-    path.write_bytes(content)
 
 
 def change_tensor(path):

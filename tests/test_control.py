@@ -1,6 +1,5 @@
 """Requests to a running run: save, sample, stop."""
 
-import csv
 import shutil
 import signal
 
@@ -104,8 +103,7 @@ def test_a_sweep_continues_after_a_job_is_stopped_by_request(run, tiny, pairs, t
     asks = ["+callbacks.ask._target_=tests.support.probes.Ask", "+callbacks.ask.steps={1: [stop]},{9: [stop]}"]
     outcome = run("train", "-m", *short(tiny, pairs, folder, 3), "save_every=0", *asks, ok=False)
     assert outcome.status == 1
-    with (folder / "sweep.csv").open() as file:
-        errors = [row["error"] for row in csv.DictReader(file)]
+    errors = [row["error"] for row in metrics(folder, "sweep.csv")]
     assert errors[0].startswith(f"stopped by {folder / '0' / 'requests' / 'stop'} after step 1, saved in")
     assert errors[1] == ""
     assert not RunFolder(folder / "0").finished.exists()

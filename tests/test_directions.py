@@ -74,14 +74,9 @@ def test_slider_on_images_of_two_sizes_is_refused(refuses, tmp_path):
     refuses(f"data.root={root}", "objective=slider", words="a sample's are 48x32 and 32x32. Use")
 
 
-@pytest.fixture
-def slider(runs):
-    """Return the folder of a run of a slider."""
-    return runs(3, *SLIDER).folder
-
-
 @pytest.mark.slow
-def test_prediction_with_a_slider_is_a_strip_from_minus_two_to_two(run, slider, photo, tmp_path):
+def test_prediction_with_a_slider_is_a_strip_from_minus_two_to_two(run, runs, photo, tmp_path):
+    slider = runs(3, *SLIDER).folder
     request = [f"image={photo}", "prompt=make it snow", "num_inference_steps=1"]
     outcome = run("predict", f"lora={slider}", *request, f"output_dir={tmp_path / 'dial'}")
     assert "a slider: images from lora_scale=-2 to 2; lora_scale=1 makes only one" in outcome.text

@@ -112,16 +112,6 @@ def test_address_in_a_users_config_is_not_copied(run, inbox, quick, tmp_path):
 
 
 @pytest.mark.slow
-def test_jobs_of_a_sweep_send_a_message_each_and_log_no_address(run, inbox, quick, tmp_path):
-    address, received = inbox
-    outcome = run("train", "-m", *quick, "optimizer.lr=1e-4,2e-4", f"notify={address}")
-    assert [message["title"] for _, message in received] == ["run/0 is finished", "run/1 is finished"]
-    assert "job 1: " in outcome.text
-    assert SECRET not in outcome.text
-    assert not files_with(SECRET, tmp_path)
-
-
-@pytest.mark.slow
 def test_message_that_is_not_delivered_is_one_note(run, inbox, quick):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -175,13 +165,18 @@ def board(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_trackio_shows_metrics_settings_images_and_alerts_of_a_sweep(board, start, inbox, quick, tmp_path):
+def test_trackio_shows_metrics_settings_images_and_alerts_of_a_sweep_whose_jobs_send_messages(
+    board, start, inbox, quick, tmp_path
+):
     ask, url = board
     sweep = tmp_path / "sweep"
     given = [*quick, f"output_dir={sweep}", "logger=trackio", "trainer.log_every_n_steps=1", *DIVERGES[1:]]
     process = start("train", "-m", *given, "optimizer.lr=1e-4,1e20", "trainer.max_steps=3", f"notify={inbox[0]}")
     text, _ = process.communicate(timeout=300)
     assert "look at it: trackio show --project retouch" in text
+    assert "job 1: " in text
+    assert SECRET not in text
+    assert [message["title"] for _, message in inbox[1]] == ["sweep/0 is finished", "sweep/1 failed"]
     assert not [line for line in text.splitlines() if line.startswith("*") or "[TRACKIO" in line], "trackio's own"
     runs = {one["name"]: one["id"] for one in ask("get_runs_for_project")}
     assert runs.keys() == {"sweep/0", "sweep/1"}

@@ -57,11 +57,7 @@ def test_repository_of_another_model_is_refused_and_the_right_one_named(reposito
         ("qwen_image_edit", "flux_kontext", "is made for FluxKontextPipeline: choose model=flux_kontext$"),
         ("qwen_image_edit", "qwen_image_edit_plus", "QwenImageEditPlusPipeline: choose model=qwen_image_edit_plus$"),
         ("flux2_klein_4b", "flux2_dev", "is made for Flux2Pipeline: choose model=flux2_dev$"),
-        (
-            "flux2_dev",
-            "flux2_klein_4b",
-            "is made for Flux2KleinPipeline: choose model=flux2_klein_4b or flux2_klein_9b$",
-        ),
+        ("flux2_dev", "flux2_klein_4b", "Flux2KleinPipeline: choose model=flux2_klein_4b or flux2_klein_9b$"),
         ("z_image", "krea2", "is made for Krea2Pipeline: choose model=krea2$"),
     ):
         with pytest.raises(UserError, match=words):

@@ -37,41 +37,26 @@ def two_roots(tmp_path_factory):
     return folder
 
 
-def of(two_roots, output, *more, steps=6, data="cached"):
-    """Overrides that combine resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions."""
-    roots = f"[{{path: {two_roots}/mine, repeats: 2, resolution: [64, 96]}}, {{path: {two_roots}/others, weight: 0.25, "
-    roots += "prefix: 'sks '}]"
-    left_out = ("data.root=", "data=", *(["data.cache_dir="] if data == "pairs" else []))
-    common = [one for one in more[0] if not one.startswith(left_out)]
-    settings = ["data.resolution=64", "data.buckets=aspect", "data.crop=random_cached", "data.crop_count=2"]
-    return [
-        *common,
-        f"data={data}",
-        f"data.root={roots}",
-        *settings,
-        "data.flip=true",
-        "model.max_sequence_length=32",
-        f"output_dir={output}",
-        f"trainer.max_steps={steps}",
-        *more[1:],
-    ]
-
-
 @pytest.mark.slow
 def test_streamed_is_cached_and_resumed(run, tiny, two_roots, tmp_path):
     """Resolutions, buckets, crops, flips, repeats, weights, prefixes and several captions are used all at once."""
-    common = [*short(tiny, "unused", tmp_path, 1), "scheduler=cosine"]
-    here = lambda name, *more, **settings: of(two_roots, tmp_path / name, common, *more, **settings)  # noqa: E731
-    text = run("train", *here("cached")).text
+    roots = f"[{{path: {two_roots}/mine, repeats: 2, resolution: [64, 96]}}, {{path: {two_roots}/others, weight: 0.25, "
+    roots += "prefix: 'sks '}]"
+    settings = ["data.resolution=64", "data.buckets=aspect", "data.crop=random_cached", "data.crop_count=2"]
+    settings += ["data.flip=true", "model.max_sequence_length=32", "scheduler=cosine"]
+
+    def overrides(name, data="cached"):
+        return [*short(tiny, roots, tmp_path / name, 6, data), *settings]
+
+    text = run("train", *overrides("cached")).text
     assert re.search(r"10 pairs in \d\d views", text)
-    run("train", *here("streamed", data="pairs"))
+    run("train", *overrides("streamed", "pairs"))
     assert_close_losses(tmp_path / "cached", tmp_path / "streamed")
     assert_close(tmp_path / "cached", tmp_path / "streamed")
     assert len(set(column(tmp_path / "cached", "loss"))) == 6
 
-    stopped = ["trainer.max_steps=3", "scheduler.num_training_steps=6"]
-    run("train", *here("resumed"), *stopped)
-    run("train", *here("resumed"), "ckpt_path=last")
+    run("train", *overrides("resumed"), "trainer.max_steps=3", "scheduler.num_training_steps=6")
+    run("train", *overrides("resumed"), "ckpt_path=last")
     assert lora_bytes(tmp_path / "resumed") == lora_bytes(tmp_path / "cached")
 
 
@@ -87,10 +72,9 @@ def test_only_what_changes_is_encoded_again(tiny, two_roots, tmp_path):
 
 @pytest.mark.slow
 def test_weight_of_a_root_scales_its_losses(run, tiny, two_roots, tmp_path):
-    common = [one for one in short(tiny, "unused", tmp_path, 1) if not one.startswith("data.root=")]
     losses = []
     for name, weight in (("one", 1), ("half", 0.5)):
-        root = f"data.root=[{{path: {two_roots}/others, weight: {weight}}}]"
-        run("train", *common, "data=cached", root, "data.resolution=64", f"output_dir={tmp_path / name}")
+        root = f"[{{path: {two_roots}/others, weight: {weight}}}]"
+        run("train", *short(tiny, root, tmp_path / name, 1), "data.resolution=64")
         losses.append(float(metrics(tmp_path / name)[0]["loss"]))
     assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-4)

@@ -7,7 +7,6 @@ import torch
 from hydra.utils import instantiate
 
 from datamodules.pairs import PairDataset, collate_pixels
-from datamodules.sampler import Choices
 from tasks.encode import build_cache
 from tests.support.caches import only
 from tests.support.commands import compose, lora_bytes, short
@@ -69,13 +68,6 @@ def test_shards_without_images_preserve_only_the_empty_prompt(run, tiny, pairs, 
     assert lora_bytes(tmp_path / "pictures") == lora_bytes(tmp_path / "shards")
     error = run("train", *alone, "output_dir=x", f"data.shards={folder}", *PRESERVE, ok=False).error
     assert f'data.shards={folder} contains no conditioning of "make the sky red", "sharper' in error
-
-
-def test_prompt_of_a_sample_depends_only_on_seed_and_draw():
-    indices = [Choices(7).preserved(draw, 4) for draw in range(400)]
-    assert all(80 < indices.count(one) < 120 for one in range(4))
-    assert indices != [Choices(8).preserved(draw, 4) for draw in range(400)]
-    assert indices != [Choices(7).caption(draw, 4) for draw in range(400)]
 
 
 @pytest.mark.slow

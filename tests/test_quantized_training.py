@@ -17,12 +17,6 @@ def header(run):
     return LoRAFile(run / "lora/last/pytorch_lora_weights.safetensors").header
 
 
-@pytest.fixture
-def request_of(photo):
-    """The overrides of a prediction with a run's LoRA."""
-    return lambda folder, *more: [f"lora={folder}", f"image={photo}", "prompt=x", "num_inference_steps=2", *more]
-
-
 EXPERIMENTS = {
     "precision_bf16": ("black-forest-labs/FLUX.1-Krea-dev", None, "bfloat16"),
     "precision_fp8": ("AlekseyCalvin/Flux_Kontext_Dev_fp8_scaled_diffusers", "fp8 scaled", "fp8"),
@@ -53,7 +47,7 @@ def test_experiment_needs_no_further_setting(run, repositories, pairs, tmp_path,
 
 
 @pytest.mark.slow
-def test_encoders_are_quantized_if_they_are_named(run, tiny, pairs, request_of, tmp_path):
+def test_encoders_are_quantized_if_they_are_named(run, tiny, pairs, photo, tmp_path):
     """Their outputs change, so the cache is another one, and a LoRA's header says so."""
     for name, which in (("plain", "[transformer]"), ("t5", "[transformer,text_encoder_2]")):
         which = f"model.quantization.components_to_quantize={which}"
@@ -62,11 +56,11 @@ def test_encoders_are_quantized_if_they_are_named(run, tiny, pairs, request_of, 
     assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == 2
     assert "text_encoder_2_precision" not in header(tmp_path / "plain")
     assert header(tmp_path / "t5")["text_encoder_2_precision"] == "nf4"
-    outcome = run("predict", *request_of(tmp_path / "t5", f"output_dir={tmp_path / 'images'}"))
+    request = [f"lora={tmp_path / 't5'}", f"image={photo}", "prompt=x", "num_inference_steps=2"]
+    outcome = run("predict", *request, f"output_dir={tmp_path / 'images'}")
     assert "loading text_encoder_2, quantizing to nf4" in outcome.text
     assert "was trained on" not in outcome.text
-    others = ["model/quantization=fp4", f"output_dir={tmp_path / 'others'}"]
-    outcome = run("predict", *request_of(tmp_path / "t5", *others))
+    outcome = run("predict", *request, "model/quantization=fp4", f"output_dir={tmp_path / 'others'}")
     assert "was trained on text_encoder_2_precision nf4, this is" in outcome.text
 
 

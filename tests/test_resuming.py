@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -24,6 +23,7 @@ from runs.run_folder import RunFolder, shorten
 from tests.support.combinations import first
 from tests.support.commands import compose, kill_when, lora_bytes, metrics, short, wait_until
 from tests.support.gallery import SHOWN
+from tests.support.harm import disk_with
 from tests.support.pictures import make_pairs
 
 
@@ -349,12 +349,8 @@ def test_a_run_whose_first_checkpoint_fails_starts_from_scratch(run, runs, tiny,
     whole = runs(2).folder
     room = (whole / "checkpoints" / "last.ckpt").stat().st_size - 1000
     assert room > len(lora_bytes(whole))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
+    with disk_with(room):
         error = run("train", *command, ok=False).error
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot write" in error
     assert (folder / "lora" / "last").is_dir()
     assert "it is started again" in run("train", *command).text

@@ -73,16 +73,8 @@ def test_shift_that_cannot_be_followed_is_refused_before_weights(repositories, t
 @pytest.mark.parametrize(
     ("model", "settings", "note"),
     [
-        (
-            "qwen_image_edit",
-            ["guidance_scale=3"],
-            "guidance_scale=3 has no effect: this transformer does not follow it",
-        ),
-        (
-            "qwen_image_edit",
-            ["true_cfg_scale=1", "negative_prompt=blurry"],
-            "negative_prompt has no effect without true",
-        ),
+        ("qwen_image_edit", ["guidance_scale=3"], "guidance_scale=3 has no effect: this transformer does not"),
+        ("qwen_image_edit", ["true_cfg_scale=1", "negative_prompt=x"], "negative_prompt has no effect without true"),
         ("flux_kontext", ["negative_prompt=blurry"], "negative_prompt has no effect without true_cfg_scale above 1"),
         ("longcat_image_edit", ["guidance_scale=1", "negative_prompt=x"], "negative_prompt has no effect without guid"),
         ("flux_kontext", ["true_cfg_scale=2"], "true_cfg_scale=2 guides; diffusers would not without negative_prompt"),
@@ -163,8 +155,6 @@ def test_mistakes_in_user_images_are_one_line(own_images, tmp_path, repositories
     (own_images / "b.txt").unlink()
     with pytest.raises(UserError, match=r"sample_root: .*b.png has no instruction: write it into .*b.txt$"):
         own_edits(str(own_images), 0, 1024)
-    with pytest.raises(UserError, match="sample_root=/nowhere: no such file"):
-        own_edits("/nowhere", 0, 1024)
     (own_images / "b.txt").write_text("x")
     module = sampler_of(repositories["qwen_image_edit"], "qwen_image_edit").family
     with pytest.raises(UserError, match=r"takes at most 1 condition image, but .*b.png, .*b_control_1.png are 2"):

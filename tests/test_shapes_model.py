@@ -83,15 +83,7 @@ def test_makes_images_from_captions_in_the_stock_pipeline_and_predict_gives_the_
     settings = {"num_inference_steps": 10, "max_sequence_length": 16, "generator": torch.Generator().manual_seed(0)}
     made = pipe(prompt=prompt, negative_prompt="", true_cfg_scale=3.0, **sizes, **settings).images[0]
     assert right_image(np.asarray(made, dtype=np.float32), prompt)
-    run(
-        "predict",
-        f"prompt={prompt}",
-        "width=64",
-        "height=64",
-        "seed=0",
-        "true_cfg_scale=3",
-        "negative_prompt=",
-        f"output_dir={tmp_path}",
-    )
+    request = ["width=64", "height=64", "seed=0", "true_cfg_scale=3", "negative_prompt="]
+    run("predict", f"prompt={prompt}", *request, f"output_dir={tmp_path}")
     [picture] = Path(tmp_path).glob("*.png")
     assert max(high for _, high in ImageChops.difference(Image.open(picture), made).getextrema()) <= 1

@@ -99,10 +99,7 @@ def test_a_prompt_arrives_as_typed_and_a_list_is_several(typed, arrives):
         assert parsed.value() == typed
 
 
-def test_words_for_captions_arrive_letter_for_letter_and_home_is_where_the_shell_says(monkeypatch):
-    for text in ("sks ", "(sks)", "sks dog, red"):
-        [parsed] = OverridesParser.create().parse_overrides(quote_values([f"data.trigger_word={text}"]))
-        assert parsed.value() == text
+def test_home_is_where_the_shell_says(monkeypatch):
     monkeypatch.setenv("HOME", "/home/you")
     arguments = quote_values(["output_dir=~/run", "prompt=~/as it is"])
     assert arguments == ['output_dir="/home/you/run"', 'prompt="~/as it is"']
@@ -251,7 +248,7 @@ def test_contact_sheet_has_room_for_its_words(tmp_path):
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-@pytest.mark.parametrize("typed", ["sks dog", "a, b", "[a]", "5"])
+@pytest.mark.parametrize("typed", ["sks ", "(sks)", "sks dog, red", "[a]", "5"])
 def test_texts_arrive_as_typed_in_every_process_and_form(monkeypatch, plus, typed):
     """Lightning gives its other processes the arguments that the first one has quoted."""
     first = read_arguments([f"{plus}data.trigger_word={typed}", "--cfg", "job"], "train")

@@ -1,6 +1,5 @@
 """Sweeps whose jobs are jobs of Slurm, by hydra-submitit-launcher."""
 
-import csv
 import os
 import re
 import signal
@@ -9,7 +8,7 @@ import psutil
 import pytest
 
 from tests.support import fake_slurm
-from tests.support.commands import ROOT, lora_bytes, short, wait_until
+from tests.support.commands import ROOT, lora_bytes, metrics, short, wait_until
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 pytestmark = pytest.mark.slow
@@ -24,11 +23,6 @@ def slurm(tmp_path, monkeypatch):
     for process in psutil.process_iter(["cmdline"]):
         if str(tmp_path) in " ".join(process.info["cmdline"] or []):
             process.kill()
-
-
-def rows(folder):
-    with (folder / "sweep.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def logs(folder):
@@ -55,15 +49,9 @@ def test_jobs_of_a_sweep_are_those_of_slurm_and_resume_when_they_are_queued_agai
     assert f"all of them: {sweep}/report.html" in text
     for number in range(2):
         assert lora_bytes(sweep / str(number)) == lora_bytes(tmp_path / "alone" / str(number))
-    assert [row["overrides"] for row in rows(sweep)] == ["optimizer.lr=0.0001", "optimizer.lr=0.001"]
+    assert [row["overrides"] for row in metrics(sweep, "sweep.csv")] == ["optimizer.lr=0.0001", "optimizer.lr=0.001"]
     assert (sweep / "report.html").is_file()
     script = (slurm / "job.sh").read_text()
-    for line in (
-        "--signal=USR2@180",
-        "--requeue",
-        "--open-mode=append",
-        "--gpus-per-node=1",
-        "--time=1440",
-        "--array=0-1%",
-    ):
+    asked = ["--signal=USR2@180", "--requeue", "--open-mode=append", "--gpus-per-node=1", "--time=1440", "--array=0-1%"]
+    for line in asked:
         assert re.search(rf"^#SBATCH {re.escape(line)}", script, re.MULTILINE), script

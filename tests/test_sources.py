@@ -6,12 +6,7 @@ from hydra.utils import instantiate
 from tests.support.commands import compose, short
 from tests.support.stored import FORMS, picture, write_tar
 
-
-@pytest.fixture(autouse=True)
-def _own_data_set_cache(monkeypatch, tmp_path):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("data_set_cache")
 
 
 def test_trains_from_a_data_set_with_workers(run, tiny, tmp_path):
@@ -32,8 +27,8 @@ def test_settings_reach_the_source_as_hydra_gives_them(tmp_path):
     for name, number in (("a-raw", 0), ("a-graded", 1)):
         (tmp_path / "mine" / f"{name}.png").write_bytes(picture(number))
     (tmp_path / "mine" / "a.txt").write_text("one\ntwo")
-    assert len(scanned(f"data.root={tmp_path}/mine", "data.pair_suffixes=[-raw,-graded]").samples) == 1
+    assert len(scanned(f"data.root={tmp_path}/mine", "data.pair_suffixes=[-raw,-graded]").training.samples) == 1
     members = {"0.a.png": picture(0), "0.b.png": picture(1), "0.c.png": picture(2), "0.txt": b"x"}
     tar = write_tar(tmp_path / "x.tar", members)
-    [sample] = scanned(f"data.root={tar}", "data.columns={control: [a, b], target: c}").samples
+    [sample] = scanned(f"data.root={tar}", "data.columns={control: [a, b], target: c}").training.samples
     assert len(sample.controls) == 2

@@ -1,6 +1,5 @@
 """Several runs of one command."""
 
-import csv
 import gc
 import re
 
@@ -27,7 +26,7 @@ def test_sweep_writes_a_table_and_a_page_with_the_best_first_and_continues_after
     rates = ["1e-06", "0.1", "-1"]
     for number, rate in enumerate(rates):
         assert re.search(rf"job {number}: .* optimizer.lr={rate} scheduler=linear", outcome.text)
-    rows = list(csv.DictReader((folder / "sweep.csv").open()))
+    rows = metrics(folder, "sweep.csv")
     assert [row["overrides"] for row in rows] == [f"optimizer.lr={rate}" for rate in rates]
     assert [bool(row["error"]) for row in rows] == [False, False, True]
     for number, row in enumerate(rows[:2]):

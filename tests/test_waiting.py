@@ -1,6 +1,5 @@
 """Nothing waits: neither a step for the device, nor the trainer for data without saying so."""
 
-import csv
 import time
 from contextlib import nullcontext
 
@@ -10,31 +9,16 @@ import torch
 from datamodules.prefetch import Prefetcher
 from lightning_modules.edit_module import EditModule
 from tests.support.combinations import first
-from tests.support.commands import short
+from tests.support.commands import metrics, short
 from tests.support.objectives import EVERYTHING
 from tests.support.watch import Watch
 
 SETTINGS = ["trainer.log_every_n_steps=4", "save_every=0", "data.batch_size=2", "data.caption_dropout_rate=0.3"]
+OTHERS = ["adapter=tlora", "model.dtype=bfloat16", "model/quantization=fp8", "trainer.accumulate_grad_batches=2"]
+OTHERS += ["ema.half_life=9", "model.offload.activations=true", "+trainer.gradient_clip_algorithm=value"]
 
 
-@pytest.mark.parametrize(
-    "more",
-    first(
-        1,
-        [
-            [
-                "adapter=tlora",
-                "model.dtype=bfloat16",
-                "model/quantization=fp8",
-                "trainer.accumulate_grad_batches=2",
-                "ema.half_life=9",
-                "model.offload.activations=true",
-                "+trainer.gradient_clip_algorithm=value",
-            ],
-            [*EVERYTHING, "objective.preserve.every=2"],
-        ],
-    ),
-)
+@pytest.mark.parametrize("more", first(1, [OTHERS, [*EVERYTHING, "objective.preserve.every=2"]]))
 def test_no_step_waits_for_the_device_between_two_readings(run, tiny, pairs, tmp_path, watch, more):
     run("train", *short(tiny, pairs, tmp_path / "run", 4), *SETTINGS, *more)
     assert list(watch.found) == [1, 2, 3, 4]
@@ -62,9 +46,7 @@ def test_waiting_for_data_is_logged(run, tiny, pairs, tmp_path, monkeypatch):
         at_once = getattr(slow, method)
         monkeypatch.setattr(slow, method, lambda *args, act=at_once: time.sleep(0.5) or act(*args))
         run("train", *short(tiny, pairs, folder, 3), "save_every=0")
-        with (folder / "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        shares.append(float(rows[-1]["data_wait"]))
+        shares.append(float(metrics(folder)[-1]["data_wait"]))
         monkeypatch.setattr(slow, method, at_once)
     assert shares[0] < 0.3
     assert shares[1] > 0.6

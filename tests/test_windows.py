@@ -16,7 +16,8 @@ import pytest
 
 from foundation.locks import holder
 from runs.run_folder import RunFolder
-from tests.extras.page.test_server import opened, studio
+from tests.extras.page.browsing import studio
+from tests.extras.page.test_server import opened
 from tests.support.commands import ROOT, metrics, short
 from tests.support.pictures import make_pairs
 

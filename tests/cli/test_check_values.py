@@ -96,7 +96,7 @@ def test_names_of_lightning_for_the_right_precision_are_accepted(overrides):
 
 
 def test_precision_is_reported_as_typed():
-    for precision in ("16-mixed", "bf16", "16", "64-true"):
+    for precision in ("16-mixed", "bf16", "bf16-true", "16", "64-true"):
         with pytest.raises(UserError, match=f"trainer.precision={precision} is not compatible with .* use 32-true"):
             check_run(compose("train", f"trainer.precision={precision}"))
 

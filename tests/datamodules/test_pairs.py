@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from PIL import Image
 
 from datamodules.images.samples import Sample
-from datamodules.images.sources import find_samples
-from datamodules.pairs import PairsDataModule, collate_pixels
+from datamodules.pairs import collate_pixels
 from foundation.errors import UserError
 from foundation.files import Packed
+from tests.support.commands import compose
 from tests.support.pictures import make_pairs, photograph
 
 
@@ -31,23 +32,9 @@ class Row(Packed):
         return self.place, self.number, 0, 0
 
 
-DEFAULTS = {
-    **{"source": find_samples, "batch_size": 2, "num_workers": 0, "on_missing": "error", "on_bad_image": "error"},
-    **{
-        "caption_dropout_rate": 0.0,
-        "reference_dropout": 0.0,
-        "preview_count": 4,
-        "val_root": None,
-        "val_count": 0,
-        "seed": 0,
-    },
-    **{"resolution": None, "upscale": False, "buckets": "auto", "crop": "center", "crop_count": 4, "flip": False},
-    **{"prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None},
-}
-
-
 def data_module(root, **settings):
-    data = PairsDataModule(root=root, **DEFAULTS | settings)
+    cfg = compose("train", "model=flux_kontext", "data=pairs", "data.resolution=null").data
+    data = instantiate(cfg, _partial_=True, _convert_="all")(root=root, **settings)
     data.scan()
     return data
 

@@ -48,7 +48,12 @@ def test_choices_are_functions_of_the_seed_and_the_draw():
     assert captions == [choices.caption(draw, 3) for draw in draws]
     assert captions != [choices._replace(seed=8).caption(draw, 3) for draw in draws]
     assert all(900 < captions.count(one) < 1100 for one in (0, 1, 2, None))
+    preserved = [choices.preserved(draw, 3) for draw in draws]
+    assert preserved == [choices.preserved(draw, 3) for draw in draws]
+    assert all(1200 < preserved.count(one) < 1470 for one in range(3))
+    assert preserved not in ([choices._replace(seed=8).preserved(draw, 3) for draw in draws], captions)
     plain = [Choices(7).caption(draw, 3) for draw in draws]
+    assert preserved != plain
     assert all(one in (None, other) for one, other in zip(captions, plain, strict=True)), "dropout changes no caption"
     kept = Counter(choices.references(draw, 2) for draw in draws)
     assert kept.keys() == {(), (0,), (1,), (0, 1)}, "each is dropped independently"

@@ -1,6 +1,5 @@
 """task=inspect finds what is wrong with a data set, nothing else, and changes nothing."""
 
-import csv
 import hashlib
 
 import pytest
@@ -8,7 +7,7 @@ from PIL import Image
 
 from datamodules.images.samples import Alpha
 from extras.inspect import _open
-from tests.support.commands import run_task
+from tests.support.commands import metrics, run_task
 from tests.support.faults import picture, save_faults
 
 
@@ -18,41 +17,26 @@ def content(folder):
     return {(path, hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
 
 
-def findings(output):
-    with (output / "inspect.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.fixture
-def inspect(tiny, tmp_path):
-    """Run the task on a root; returns what it printed and its folder."""
-
-    def inspect(root, *overrides):
-        output = tmp_path / "inspect"
-        settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "data.resolution=512"]
-        folders = [f"data.root={root}", f"output_dir={output}", f"data.cache_dir={tmp_path / 'cache'}"]
-        return run_task("inspect", *settings, *folders, *overrides), output
-
-    return inspect
-
-
 @pytest.mark.slow
-def test_every_fault_is_found_where_it_is_and_nothing_else(inspect, tmp_path):
-    root, held_out = tmp_path / "data", tmp_path / "held_out"
+def test_every_fault_is_found_where_it_is_and_nothing_else(tiny, tmp_path):
+    root, held_out, output = (tmp_path / name for name in ("data", "held_out", "inspect"))
     planted = save_faults(root, held_out)
     before = content(root), content(held_out)
-    text, output = inspect(root, f"data.val_root={held_out}")
-    assert {(row["sample"], row["finding"]) for row in findings(output)} == planted
-    assert len(findings(output)) == len(planted)
+    settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", "data.resolution=512"]
+    folders = [f"data.root={root}", f"data.val_root={held_out}", f"output_dir={output}"]
+    text = run_task("inspect", *settings, *folders, f"data.cache_dir={tmp_path / 'cache'}")
+    findings = metrics(output, "inspect.csv")
+    assert {(row["sample"], row["finding"]) for row in findings} == planted
+    assert len(findings) == len(planted)
     assert (content(root), content(held_out)) == before
-    figures = {row["sample"]: row["figure"] for row in findings(output)}
+    figures = {row["sample"]: row["figure"] for row in findings}
     assert figures["shifted"] == "9 px right, 6 px up (2.2 %)"
     assert 1.038 < float(figures["scaled"].removeprefix("x ")) < 1.042
     assert figures["leak"] == "target as learned"
     assert figures["twice_1"] == "as twice_0"
     assert figures["small"] == "240x320, data.resolution=512"
     assert figures["proportion"] == "control 300x384, target 512x384"
-    assert findings(output)[0]["finding"] == "leak"
+    assert findings[0]["finding"] == "leak"
     assert f"{len(planted)} findings in" in text
     assert "1 shifted" in text
     assert Image.open(output / "inspect.png").width > 1000

@@ -123,11 +123,11 @@ def run_code(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -
     return done
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 90) -> None:
+def wait_until(condition: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 90) -> None:
     """Wait for what a running process does."""
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.stdout.read()
+        assert process is None or process.poll() is None, process.stdout and process.stdout.read()
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.002)
 
@@ -175,8 +175,8 @@ def weights(run):
     return safetensors.torch.load(lora_bytes(run))
 
 
-def metrics(run):
-    with (run / "metrics.csv").open() as file:
+def metrics(run, name="metrics.csv"):
+    with (run / name).open() as file:
         return list(csv.DictReader(file))
 
 

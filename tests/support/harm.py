@@ -2,7 +2,9 @@
 
 import json
 import re
+import resource
 import shlex
+from contextlib import contextmanager
 
 # 457 bytes that would be 10 ** 9 nodes.
 BILLION_LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -18,3 +20,14 @@ def payload(marker):
 def typed(marker):
     """Return it as it is typed on the command line."""
     return re.sub(r'"(\S+)":', r"\1:", json.dumps(payload(marker)))
+
+
+@contextmanager
+def disk_with(room):
+    """Temporarily fail writes beyond so many bytes of a file, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

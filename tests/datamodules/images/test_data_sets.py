@@ -11,10 +11,7 @@ from datamodules.images.sources import find_samples
 from foundation.errors import UserError
 from tests.support.stored import as_arrow, as_parquet, as_snapshot, data_set, picture, prompt
 
-
-@pytest.fixture(autouse=True)
-def _own_data_set_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("data_set_cache")
 
 
 def parquet(folder, **columns):

@@ -1,12 +1,8 @@
 """Data sets of the hub, from a server that answers as it does."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.commands import ROOT
+from tests.support.commands import run_code
 from tests.support.servers import REVISION, hub
 from tests.support.stored import as_snapshot, picture
 
@@ -33,14 +29,7 @@ def ask(tmp_path):
 
     def ask(address, *roots):
         environment = {"HF_ENDPOINT": address or "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "home")}
-        done = subprocess.run(
-            [sys.executable, "-c", CODE, *roots],
-            env={**os.environ, **environment, "HF_HUB_OFFLINE": "0" if address else "1"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run_code(CODE, *roots, HF_HUB_OFFLINE="0" if address else "1", **environment)
         assert "Traceback" not in done.stderr
         assert "%|" not in done.stderr, "no progress bars"
         return done.stdout.splitlines()

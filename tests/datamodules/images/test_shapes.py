@@ -5,7 +5,6 @@ from random import Random
 import numpy as np
 import pytest
 from hydra.utils import instantiate
-from PIL import ImageChops
 
 from datamodules.images.decoding import open_image
 from datamodules.images.samples import Root
@@ -22,10 +21,6 @@ def edit(name: str, seed: int = 0, scene: Scene = SCENE) -> Edit:
 
 def drawn(folder, *settings):
     return find_shapes([Root(DRAWN)], str(folder), *settings)
-
-
-def changed(one, other) -> np.ndarray:
-    return np.asarray(ImageChops.difference(one, other)).max(-1) > 0
 
 
 def test_drawn_images_are_a_function_of_the_seed(tmp_path):

@@ -16,12 +16,7 @@ from foundation.hashes import FileHashes, hash_file
 from tests.support.pictures import make_pairs
 from tests.support.stored import FORMS, as_parquet, as_saved, as_tars, picture, prompt
 
-
-@pytest.fixture(autouse=True)
-def _own_data_set_cache(monkeypatch, tmp_path):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("data_set_cache")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -14,6 +14,7 @@ from foundation.errors import UserError
 from foundation.files import file_sha256
 from foundation.hashes import FileHashes, hash_file
 from tests.support.caches import flip
+from tests.support.harm import disk_with
 from tests.support.latents import content, fill
 
 PARTS = {"dtype": "bfloat16"}
@@ -134,16 +135,10 @@ def test_copied_cache_is_read_once_to_be_checked_and_then_trusted(cache, tmp_pat
 
 
 def test_full_disk_is_one_line_and_written_samples_stay(tmp_path):
-    import resource
-
     cache = Cache(tmp_path / "cache", {})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"cannot write .*latents-00000-000000.tar: File too large\. The samples "):
-            fill(cache, 10, full=10**9)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    words = r"cannot write .*latents-00000-000000.tar: File too large\. The samples "
+    with disk_with(8_000), pytest.raises(UserError, match=words):
+        fill(cache, 10, full=10**9)
     cache.recover()
     assert 1 <= len(cache.sample_ids()) < 10
 

@@ -30,10 +30,6 @@ def assert_like_a_copy(read, cache):
         assert all(map(torch.equal, one.tensors(), other.tensors()))
 
 
-def first_tar(cache):
-    return next(iter(cache.manifest()["shards"]))
-
-
 @pytest.mark.parametrize("url", ["{server}?token=x", "file://{folder}"])
 def test_url_yields_the_batches_of_a_copy(cache, server, url):
     read = opened(url.format(server=server, folder=cache.folder))
@@ -44,7 +40,8 @@ def test_url_yields_the_batches_of_a_copy(cache, server, url):
 def test_s3_yields_every_sample_despite_failures(cache, server, s3, monkeypatch, capfd):
     configure_logging()
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    Handler.breaks |= {first_tar(cache): [0, 3, 500, 100], "latents-00000-000001.jsonl": [7], "manifest.json": [0, 9]}
+    first = next(iter(cache.manifest()["shards"]))
+    Handler.breaks |= {first: [0, 3, 500, 100], "latents-00000-000001.jsonl": [7], "manifest.json": [0, 9]}
     assert_like_a_copy(opened("s3://bucket/folder"), cache)
     assert not any(Handler.breaks.values())
     assert "attempt 2 of 5" in capfd.readouterr().err
@@ -96,6 +93,7 @@ def test_cache_that_is_not_whole_is_refused_at_once(cache, server, fault):
     ("url", "words"),
     [
         ("{server}/nowhere", "nowhere: it contains no manifest.json"),
+        ("{folder}/nowhere", "nowhere: there is no such folder or protocol"),
         ("s3:///folder", "names no bucket"),
         ("gopher://user:hunter2@host/folder", r"gopher://\*\*\*@host/folder: there is no such folder or protocol"),
         ("https://127.0.0.1:{port}/folder", r"cannot be read: its server speaks another protocol \(5 attempts\)$"),
@@ -148,11 +146,7 @@ def test_no_message_contains_a_credential(cache, server, caplog, status):
     ("status", "body", "words"),
     [
         (404, b"<Error><Code>NoSuchBucket</Code></Error>", "is not there: there is no bucket bucket$"),
-        (
-            403,
-            b"<Error><Code>InvalidAccessKeyId</Code></Error>",
-            r"may not be read \(403 InvalidAccessKeyId\): check AWS_",
-        ),
+        (403, b"<Error><Code>InvalidAccessKeyId</Code></Error>", r"may not be read \(403 InvalidAccessKeyId\): check"),
         (301, b"", "is in a bucket of another region: set AWS_REGION$"),
         (400, b"<Error><Code>ExpiredToken</Code></Error>", "cannot be read: 400 ExpiredToken$"),
     ],

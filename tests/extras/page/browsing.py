@@ -5,13 +5,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, wait_until
 
 # Without these, Chromium asks hosts of its own.
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
@@ -20,22 +19,27 @@ PATIENCE = 180_000
 
 
 @contextlib.contextmanager
-def studio_at(folder: Path) -> Iterator[str]:
-    """Temporarily serve the runs below a folder; yield the address with its token."""
-    log = folder / "studio.log"
+def studio(folder: Path, *settings: str, **environment: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Temporarily run studio.py in a folder; yield its process and its address."""
+    folder.mkdir(exist_ok=True)
+    log = folder / "log"
+    command = [sys.executable, ROOT / "studio.py", "port=0", *(settings or ["open=false"])]
+    environment = {**os.environ, "TMPDIR": str(folder), **environment}
     with log.open("w") as file:
-        command = [sys.executable, str(ROOT / "studio.py"), "open=false", "port=0"]
-        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env=environment)
     try:
-        end = time.monotonic() + 120
-        while (found := re.search(r"http://\S+", log.read_text())) is None:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.1)
-        yield found[0]
+        wait_until(lambda: re.search(r"http://\S+\s", log.read_text()), process, 120)
+        yield process, re.search(r"http://\S+", log.read_text())[0]
     finally:
         process.terminate()
         process.wait(30)
+
+
+@contextlib.contextmanager
+def studio_at(folder: Path) -> Iterator[str]:
+    """Temporarily serve the runs below a folder; yield the address with its token."""
+    with studio(folder) as (_, address):
+        yield address
 
 
 @contextlib.contextmanager

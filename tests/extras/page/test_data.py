@@ -5,7 +5,6 @@ import io
 import json
 import re
 import shlex
-import time
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,7 +15,7 @@ from foundation.locks import holder
 from tests.extras.page.browsing import browser_page, studio_at
 from tests.extras.page.conftest import SECRET
 from tests.extras.page.test_access import PATHS
-from tests.support.commands import compose, run_task, short
+from tests.support.commands import compose, run_task, short, wait_until
 from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_captioners import build_captioner
 
@@ -225,10 +224,7 @@ def test_captions_of_a_model_are_proposed_until_they_are_accepted_or_changed(cli
     settings = f"captioner=qwen3_vl {model} captioner.dtype=float32 captioner.max_new_tokens=12 trainer.accelerator=cpu"
     client.post("/data/start", data={"set": opened, "task": "caption", "captioner": settings})
     folder = outputs / "studio" / opened / "caption"
-    end = time.monotonic() + 120
-    while "done: 2 captions" not in (folder / "log.txt").read_text() or holder(folder):
-        assert time.monotonic() < end, (folder / "log.txt").read_text()
-        time.sleep(0.2)
+    wait_until(lambda: "done: 2 captions" in (folder / "log.txt").read_text() and not holder(folder), seconds=120)
     proposed = {"set": opened, "show": "proposed"}
     answer = client.get("/data", params=proposed)
     assert keys(answer) == ["00", "01"]

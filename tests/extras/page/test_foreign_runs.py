@@ -66,9 +66,7 @@ def content(text):
         pytest.param("metrics.csv", content("step,loss,loss_avg,samples_per_second\n1e999,x,inf,\n"), id="figures"),
         pytest.param("validation.csv", content("step,psnr,val_loss\nnan,inf,1e400\n"), id="not finite"),
         pytest.param("metrics.csv", content("step\n" + "1\n" * 300_001), id="many rows"),
-        pytest.param(
-            "config.yaml", content("trainer: {max_steps: 0x" + "F" * 20_000 + "}"), id="number of 20,000 digits"
-        ),
+        pytest.param("config.yaml", content("trainer: {max_steps: 0x" + "F" * 20_000 + "}"), id="20,000 digits"),
         pytest.param("report.html", content("\xff\xfe\x00"), id="report is not UTF-8"),
     ],
 )

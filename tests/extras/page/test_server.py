@@ -1,13 +1,9 @@
 """The server of studio.py as other programs of the machine see it, and how it ends."""
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import HTTPCookieProcessor, build_opener
@@ -16,31 +12,8 @@ import pytest
 
 from extras.page.app import serve
 from foundation.errors import UserError
-from tests.support.commands import ROOT
-
-
-@contextmanager
-def studio(folder, *settings, **environment):
-    """Temporarily run studio.py; yield its process and its address."""
-    folder.mkdir(exist_ok=True)
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, ROOT / "studio.py", "port=0", *(settings or ["open=false"])],
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "TMPDIR": str(folder), **environment},
-        )
-    try:
-        end = time.monotonic() + 120
-        while (found := re.search(r"http://\S+", (folder / "log").read_text())) is None:
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        yield process, found[0]
-    finally:
-        process.kill()
-        process.wait()
+from tests.extras.page.browsing import studio
+from tests.support.commands import wait_until
 
 
 def connect(address, content=b""):
@@ -122,10 +95,7 @@ def test_the_browser_gets_a_file_that_nobody_else_reads(tmp_path):
     browser.chmod(0o755)
     shown = {"BROWSER": f"{browser} %s", "DISPLAY": ":9"}
     with studio(tmp_path / "here", "token=my épée token", **shown) as (process, address):
-        end = time.monotonic() + 60
-        while not (record.is_file() and record.read_text()):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: record.is_file() and record.read_text(), process)
         argument = record.read_text().strip()
         file = Path(urlsplit(argument).path)
         assert argument.startswith("file://")

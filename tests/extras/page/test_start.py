@@ -25,7 +25,7 @@ from foundation.locks import holder, lock_content
 from runs.run_folder import RunFolder
 from tests.extras.page.browsing import browser_page, studio_at
 from tests.extras.page.conftest import write_run
-from tests.support.commands import compose
+from tests.support.commands import compose, wait_until
 
 QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "data.source.count=20"]
 
@@ -104,16 +104,10 @@ def test_form_starts_nothing_else_and_nowhere_else(client, outputs, form, words,
 
 
 def test_run_is_filled_in_again_with_the_settings_that_differ_without_secrets(client, outputs):
-    given = [
-        "adapter=tlora",
-        "adapter.rank=4",
-        "logger=none",
-        "callbacks.report=null",
-        "data.prefix='a, \"b\"'",
-        "seed=3",
-    ]
-    given += ["data.root=[{path:mine,repeats:3}]", "optimizer.betas=[0.8,0.9]", "+logger.x.api_key=k", "data.flip=true"]
+    given = ["adapter=tlora", "adapter.rank=4", "logger=none", "callbacks.report=null", "seed=3", "data.flip=true"]
+    given += ["data.prefix='a, \"b\"'", "data.root=[{path:mine,repeats:3}]", "optimizer.betas=[0.8,0.9]"]
     given += ["adapter.alpha_pattern={to_*:8}", "data.shards=https://me:password@host/cache", "+trainer.fast_dev_run=2"]
+    given += ["+logger.x.api_key=k"]
     cfg = compose("train", *given)
     choices = HydraConfig.get().runtime.choices
     settings = {**OmegaConf.to_container(cfg), "model_name": "embedded", "hydra": {"runtime": {"choices": choices}}}
@@ -163,8 +157,6 @@ def test_queue_outlives_the_page_and_is_reordered(client, outputs, busy):
     assert [Path(folder).name for folder in jobs.waiting()] == ["c", "b"], "none starts while another one runs"
     text = html.unescape(client.get("/start").text)
     assert f"adapter.rank=4 output_dir={outputs}/c; python train.py adapter.rank=4 output_dir={outputs}/b" in text
-    (outputs / ".queue/waiting.json").write_text("{")
-    assert "waiting.json is damaged" in client.get("/start").text
 
 
 @pytest.mark.slow
@@ -292,8 +284,5 @@ def use_form(address, outputs):
         page.get_by_text("running").wait_for()
         page.get_by_text("starting: importing PyTorch").wait_for()
     [started] = [run for name, run in Shelf(outputs).runs().items() if name not in ("one", "two")]
-    end = time.monotonic() + 120
-    while state_of(started) == "running":
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_until(lambda: state_of(started) != "running", seconds=120)
     assert state_of(started) == "finished", started.log.read_text()
