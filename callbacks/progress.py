@@ -23,11 +23,10 @@ from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import layer_of
 from lightning_modules.adapters.targets import ending
 from lightning_modules.edit_module import EditModule
+from lightning_modules.timing import SECONDS_BETWEEN_LINES
 from runs.run_folder import RunFolder
 
 log = logging.getLogger("retouch")
-
-SECONDS_BETWEEN_LINES = 10.0
 
 
 def panel(title: str, rows: Mapping[str, str], notes: Iterable[str]) -> Panel:

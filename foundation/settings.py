@@ -45,7 +45,7 @@ class Rule:
         multiple: a divisor of the number.
         also: alternatives to a value: words; None; list, of values; dict, of patterns to values.
         alone: whether a value itself is allowed.
-        length: of a list; 0 for any but an empty one.
+        length: required length of a list; 0 for any but an empty one.
     """
 
     kind: str

@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from extras.page.answers import entry, mistake
+from extras.page.answers import HERE, entry, mistake
 from extras.page.data import DataPage
 from extras.page.jobs import Jobs
 from extras.page.runs import RunsPage, Shelf
@@ -35,7 +35,6 @@ from report.page import REPORT
 
 log = logging.getLogger("retouch")
 
-HERE = Path(__file__).parent
 OUTPUTS = Path("outputs")
 STATIC = {
     path.name: path for path in (REPORT.with_name("page.css"), REPORT.with_name("page.js"), *HERE.glob("*.[cj]s*"))

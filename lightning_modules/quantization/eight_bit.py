@@ -147,7 +147,7 @@ _int8_operator = torch.library.custom_op("retouch::int8_product", _int8, mutates
 _int8_operator.register_fake(
     lambda rows, _, columns, *more: rows.new_empty(len(rows), columns.shape[1], dtype=more[-1])
 )
-STORAGES |= {"fp8": Float8, "int8_w8a8": Int8}
+STORAGES.update({"fp8": Float8, "int8_w8a8": Int8})
 
 
 def quantize_fp8(linear: nn.Linear) -> QuantizedLinear:

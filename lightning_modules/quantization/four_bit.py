@@ -51,7 +51,7 @@ class FourBit(Storage):
         return kernel(packed, absmax.float(), self.blocksize, self.quant_type, shape, self.dtype).to(dtype)
 
 
-STORAGES |= {quant_type: partial(FourBit, quant_type) for quant_type in QUANT_STATES}
+STORAGES.update({quant_type: partial(FourBit, quant_type) for quant_type in QUANT_STATES})
 
 
 class FourBitLinear(QuantizedLinear):
