@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from callbacks import checkpointing as checkpointing_callback
@@ -16,7 +15,7 @@ from lightning_modules.estimation import memory
 from lightning_modules.estimation.memory import USABLE, choose_policy
 from lightning_modules.execution import checkpointing
 from lightning_modules.execution.execution import Execution
-from tests.support.commands import compose, lora_bytes, short
+from tests.support.commands import lora_bytes, short, unloaded
 
 
 def test_the_least_recomputation_that_fits_is_chosen():
@@ -100,8 +99,7 @@ def test_resumed_run_compiles_as_the_run_before(compiles, expected):
     ],
 )
 def test_runs_on_a_gpu_raise_it_if_nothing_waits_on_the_host(tiny, device, settings, raises):
-    cfg = compose("train", "model=flux_kontext", f"model.pretrained_model_name_or_path={tiny}", *settings)
-    module = instantiate(cfg.model, _convert_="all")
+    module = unloaded(tiny, "flux_kontext", *settings)
     module.base._device = lambda: torch.device(device)
     module.execution.check(sharded=False)
     assert module.execution.searches_checkpointing is raises

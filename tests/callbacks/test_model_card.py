@@ -44,10 +44,8 @@ def test_cards_of_last_and_best_have_commands_that_work_wherever_the_folder_is(r
     kind = "model" if adapter == "full" else "lora"
     for name in ("last", "best"):
         card = read(tmp_path / "run" / kind / name)
-        assert card.data.tags == [
-            "diffusers",
-            *(["lora", "template:diffusion-lora", "t-lora"] if kind == "lora" else []),
-        ]
+        tags = ["lora", "template:diffusion-lora", "t-lora"] if kind == "lora" else []
+        assert card.data.tags == ["diffusers", *tags]
         assert card.data.base_model is None  # a folder of which nothing is known
         assert ("attach_rank_schedule(pipe, 'FOLDER')" in card.text) == (adapter == "tlora")
         assert ("task=export lora=FOLDER rank=8 format=comfyui" in card.text) == (adapter == "tlora")
@@ -165,10 +163,7 @@ def test_card_of_what_is_uploaded_names_the_repository(run, tiny, pairs, tmp_pat
     ("readme", "expected"),
     [
         ("---\nlicense: apache-2.0\n---\n", {"license": "apache-2.0"}),
-        (
-            "---\nlicense: other\nlicense_link: https://x.y/z\n---\n",
-            {"license": "other", "license_link": "https://x.y/z"},
-        ),
+        ("---\nlicense: other\nlicense_link: https://x.y\n---\n", {"license": "other", "license_link": "https://x.y"}),
         ("---\nlicense: other\nlicense_link: 'x) <script>'\n---\n", {"license": "other"}),
         ("---\nlicense: 'a\n---\n", {}),
         (None, {}),

@@ -211,10 +211,7 @@ def test_every_family_is_validated_in_bf16_and_has_a_card(run, arguments, tmp_pa
 
 @pytest.mark.parametrize("data", first(1, ["cached", "pairs"]))
 def test_validation_loss_equals_an_independent_computation(runs, tiny, pairs, data):
-    """The mean over samples of |velocity - (eps - x0)|^2, without LoRA: the base's; no seed plays a part.
-
-    Over t it is weighted as the stock scheduler visits the bands.
-    """
+    """The base's mean of |velocity - (eps - x0)|^2, weighted over t as the stock scheduler visits the bands."""
     [first, *_] = rows(runs(4, *SHOWN, data=data, shown=True).folder)
 
     cfg = compose(

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hydra.utils import instantiate
 
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
-from tests.support.commands import compose
+from tests.support.commands import unloaded
 from tests.support.fake_cuda import DEVICE, backward, fake_cuda
 from tests.support.other_adapters import OTHERS
 from tests.support.steps import inputs
@@ -34,10 +33,7 @@ CASES = {
 
 
 def build(repositories, cuda, model, *settings):
-    """Build a module as Lightning does."""
-    path = f"model.pretrained_model_name_or_path={repositories[model]}"
-    chosen = compose("train", f"model={model}", path, *MODELS[model].settings, *settings).model
-    module = instantiate(chosen, _convert_="all")
+    module = unloaded(repositories[model], model, *MODELS[model].settings, *settings)
     module._device = DEVICE
     module.check()
     with cuda.configuring():
@@ -95,6 +91,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_step_that_leaves_the_device_is_found(repositories, cuda, monkeypatch, fault):
     module = build(repositories, cuda, "flux_kontext", *PLAIN)
-    monkeypatch.setattr(module, "normalize", FAULTS[fault])
+    monkeypatch.setattr(module.flow, "normalize", FAULTS[fault])
     step(cuda, module, batch(module))
     assert any(fault in what and place == "<lambda>" for what, _, place in cuda.found)

@@ -13,10 +13,8 @@ from lightning_modules.flow import (
     TimestepLaw,
     dynamic_shift,
     flow_loss,
-    interpolate,
     sample_noise,
     shift_time,
-    velocity_target,
 )
 
 SHAPE = torch.Size([2, 4, 4])
@@ -29,15 +27,6 @@ def timestep_law(law="uniform", **settings) -> TimestepLaw:
 def drawn_times(law: TimestepLaw, count: int = 4000) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.stack([law.draw(generator, pipeline_shift=2.0) for _ in range(count)])
-
-
-def test_interpolation_is_the_schedulers():
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    x0, eps = torch.randn(1, 2, 4, 4), torch.randn(1, 2, 4, 4)
-    timestep = scheduler.timesteps[300]
-    expected = scheduler.scale_noise(x0, timestep[None], eps)
-    assert torch.equal(velocity_target(x0, eps), eps - x0)
-    torch.testing.assert_close(interpolate(x0, eps, timestep[None] / 1000), expected)
 
 
 @pytest.mark.parametrize("tokens", [16, 256, 1024, 4096, 8192])

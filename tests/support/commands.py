@@ -12,7 +12,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hydra
@@ -35,6 +37,18 @@ def compose(name: str, *overrides: str) -> DictConfig:
         with open_dict(cfg):
             cfg.pop("hydra")
     return cfg
+
+
+@cache
+def class_of(model: str) -> type:
+    """Return the class of a model's module."""
+    return hydra.utils.get_class(compose("predict", f"model={model}").model._target_)
+
+
+def unloaded(repository: Path | str, model: str = "flux_kontext", *more: str) -> Any:
+    """Return a model's module as train.py instantiates it, before any weights are read."""
+    path = f"model.pretrained_model_name_or_path={repository}"
+    return hydra.utils.instantiate(compose("train", f"model={model}", path, *more).model, _convert_="all")
 
 
 class Outcome:
@@ -142,11 +156,7 @@ def kill_when(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 def short(
     repository: Path, root: Path | str, output: Path, steps: int, data: str = "cached", shown: bool = False
 ) -> list[str]:
-    """Return the overrides of a short quiet run, whose cache serves all runs of this worker.
-
-    Args:
-        shown: with sample images, of two steps, and a report.
-    """
+    """Return the overrides of a short quiet run, or of one with images and a report; a worker's runs share a cache."""
     caches = repository.parent / f"caches-{os.environ.get('PYTEST_XDIST_WORKER', 'one')}"
     return [
         f"data={data}",

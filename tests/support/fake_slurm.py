@@ -52,11 +52,7 @@ print("7|RUNNING|here")
 
 
 def install(folder: Path) -> str:
-    """The PATH with these commands before all others.
-
-    Args:
-        folder: where the jobs run.
-    """
+    """Return a PATH with these commands before all others; jobs run in the folder."""
     places = folder / "bin"
     places.mkdir(parents=True)
     for name, code in COMMANDS.items():

@@ -25,7 +25,6 @@ def depth(image: Image.Image) -> Image.Image:
 
 
 def without_an_object(image: Image.Image) -> Image.Image:
-    """Paint over a part."""
     image = image.copy()
     ImageDraw.Draw(image).ellipse((180, 120, 300, 240), fill=(128, 128, 120))
     return image
@@ -39,7 +38,6 @@ def with_a_small_change(image: Image.Image) -> Image.Image:
 
 
 def noisy(image: Image.Image) -> Image.Image:
-    """Add noise, as for a control of denoising."""
     noise = np.random.default_rng(0).normal(0, 12, (*image.size[::-1], 3))
     return Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
 
@@ -60,10 +58,7 @@ EDITS: dict[str, Callable[[Image.Image], tuple[Image.Image, Image.Image]]] = {
 
 
 def moved(image: Image.Image, x: float, y: float, scale: float = 1.0) -> tuple[Image.Image, Image.Image]:
-    """The image, and the same with its content (x, y) pixels right and down and scaled from the middle.
-
-    Both without the borders, that nothing is invented.
-    """
+    """Return the image and its content moved (x, y) right and down and scaled from the middle, without borders."""
     width, height = image.size
     middle, down = width / 2, height / 2
     matrix = (1 / scale, 0, middle - (middle + x) / scale, 0, 1 / scale, down - (down + y) / scale)
@@ -74,14 +69,12 @@ def moved(image: Image.Image, x: float, y: float, scale: float = 1.0) -> tuple[I
 
 
 def recompressed(image: Image.Image, quality: int) -> Image.Image:
-    """Return an image after JPEG compression."""
     file = io.BytesIO()
     image.save(file, "JPEG", quality=quality)
     return Image.open(file).convert("RGB")
 
 
 def save_pair(root: Path, name: str, control: Image.Image, target: Image.Image, caption: str) -> None:
-    """Save a pair as PNG files in folders."""
     for folder in ("training_images", "control_images"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     control.save(root / "control_images" / f"{name}.png")
@@ -97,11 +90,7 @@ def save_edits(root: Path) -> Path:
 
 
 def save_faults(root: Path, held_out: Path) -> set[tuple[str, str]]:
-    """Each fault once beside the pairs without one; returns the keys and what is wrong with them.
-
-    Args:
-        held_out: another root, of which one sample is learned too.
-    """
+    """Save each fault once and pairs without one, one of them held out too; return the keys and their findings."""
     save_edits(root)
     targets, controls = root / "training_images", root / "control_images"
 

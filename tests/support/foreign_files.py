@@ -54,11 +54,11 @@ Z_IMAGE = {
 RANK, ALPHA = 4, 6.0
 
 
-def flux(heads: int = 4) -> FluxTransformer2DModel:
+def flux() -> FluxTransformer2DModel:
     """Build a random transformer with one double and one single block."""
     torch.manual_seed(0)
     return FluxTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=heads,
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4,
         joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
     ).requires_grad_(False)  # fmt: skip
 

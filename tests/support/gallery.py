@@ -63,11 +63,7 @@ class Runs:
         self.root, self.tiny, self.pairs = root, tiny, pairs
 
     def __call__(self, steps: int, *overrides: str, data: str = "cached", shown: bool = False) -> Past:
-        """Return the run of `short` with these settings.
-
-        Args:
-            shown: with sample images and a report.
-        """
+        """Return the run of `short` with these settings."""
         name = hashlib.sha256(repr((steps, overrides, data, shown)).encode()).hexdigest()[:12]
         output, text = self.root / name / "run", self.root / name / "text"
 

@@ -17,11 +17,7 @@ def until_told() -> None:
 
 
 class Hold(L.Callback):
-    """Waits after an optimizer step.
-
-    Args:
-        marker: a file with the id of the waiting process, if only the first that reaches the step shall wait.
-    """
+    """Waits after an optimizer step; if there is a marker, only in the process that writes its id there first."""
 
     def __init__(self, step: int, marker: str | None = None) -> None:
         self.step = step

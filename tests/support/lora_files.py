@@ -2,27 +2,10 @@
 
 import torch
 
-from lightning_modules.families.flux.module import FluxKontext
-from lightning_modules.families.flux2.module import Flux2Klein
-from lightning_modules.families.flux3.module import Flux3Klein
-from lightning_modules.families.krea2.module import Krea2
-from lightning_modules.families.longcat_image.module import LongCatImageEdit
-from lightning_modules.families.qwen_image.module import QwenImageEdit
-from lightning_modules.families.qwen_image_2_1.module import QwenImage21
-from lightning_modules.families.z_image.module import ZImage
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.names import LayerNames
+from tests.support.commands import class_of
 
-FAMILIES = {
-    "flux_kontext": FluxKontext,
-    "flux2_klein_4b": Flux2Klein,
-    "flux3_klein": Flux3Klein,
-    "qwen_image_edit": QwenImageEdit,
-    "z_image": ZImage,
-    "krea2": Krea2,
-    "qwen_image_2_1": QwenImage21,
-    "longcat_image_edit": LongCatImageEdit,
-}
 TARGETS = {
     "default": lambda name: name.endswith(("to_q", "to_k", "to_v", "to_out.0")),
     "all-linear": lambda name: name != "proj_out",
@@ -32,8 +15,7 @@ TARGETS = {
 
 
 def layer_names(model, transformer):
-    """Return the names of all layers of a transformer."""
-    return LayerNames(transformer, FAMILIES[model].layers.native)
+    return LayerNames(transformer, class_of(model).layers.native)
 
 
 def random_delta(layer, rank=2, seed=0, dora=False, size=1.0):

@@ -43,7 +43,6 @@ def latent_batch(draws, rejected=False, masked=False):
 
 
 def noised(module, latents):
-    """Add noise at the timesteps of the batch's draws."""
     return module.flow.noised(latents)
 
 

@@ -43,13 +43,7 @@ class Vandal(L.Callback):
 
 
 class Fail(L.Callback):
-    """Lets one process of several fail in its second step, and the others wait there for something else.
-
-    Args:
-        rank: rank of the process that fails.
-        how: a mistake or kill.
-        others: step, or hang in a library, out of Python's reach.
-    """
+    """Makes one process fail in its second step, by a mistake or kill; the others step, or hang outside of Python."""
 
     def __init__(self, rank: int, how: str, others: str = "step") -> None:
         self.rank = rank
@@ -149,11 +143,7 @@ class CountShares(L.Callback):
 
 
 class Ask(L.Callback):
-    """Makes requests before optimizer steps, in which they are seen.
-
-    Args:
-        steps: names of the requests by step; `signal` raises SIGUSR1.
-    """
+    """Makes the requests of a step, by name, before it; `signal` raises SIGUSR1."""
 
     def __init__(self, steps: Mapping[int, Sequence[str]]) -> None:
         self.steps = steps

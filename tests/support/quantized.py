@@ -13,15 +13,12 @@ CPU = torch.device("cpu")
 
 
 def quantization(format, skip=(), rotation=False):
-    """Return the settings that quantize a transformer."""
     return Quantization(format, skip, ["transformer"], rotation)
 
 
 def load(folder, class_name="FluxTransformer2DModel", dtype=torch.bfloat16, quantization=None):
-    """Load a transformer to the CPU."""
     return TransformerSource(class_name, str(folder), None, dtype, quantization, 0).load(CPU)
 
 
 def quantized(tiny, pairs, output, steps, format, *more):
-    """Return the overrides of a short run."""
     return [*MODEL, f"model.quantization.format={format}", *short(tiny, pairs, output, steps), *more]

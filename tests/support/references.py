@@ -65,7 +65,6 @@ class Reference:
         return pipeline
 
     def arguments(self, images: Images) -> dict[str, Any]:
-        """Return the pipeline's arguments for these condition images."""
         return {"image": images[0]} if images else {}
 
     def load_lora(self, stock, folder) -> None:
@@ -91,7 +90,6 @@ class Reference:
         return (sampled - config.shift_factor) * config.scaling_factor, drawn.eps
 
     def control(self, stock, image: Image.Image) -> Tensor:
-        """Return the latents of a condition image."""
         return stock._encode_vae_image(stock.image_processor.preprocess(image), None)
 
     def pack(self, stock, latents: Tensor) -> Tensor:

@@ -12,12 +12,10 @@ SMOOTH_ADAM = "optimizer.eps=1e-4"
 
 
 def column(run_folder, name):
-    """Return a column of metrics.csv."""
     return [row[name] for row in metrics(run_folder)]
 
 
 def assert_close(one, other, rtol=1e-4, atol=1e-6):
-    """Assert that the LoRA files of two runs are close."""
     torch.testing.assert_close(weights(one), weights(other), rtol=rtol, atol=atol)
 
 

@@ -32,7 +32,6 @@ def as_rank(rank: int, port: int) -> None:
 
 
 def start_two(start, runs, **more):
-    """Start two processes as torchrun does."""
     return start_ranks(start, [runs, runs], **more)
 
 

@@ -1,9 +1,8 @@
 """Training steps of tiny models, however they are executed."""
 
 import torch
-from hydra.utils import instantiate
 
-from tests.support.commands import compose
+from tests.support.commands import unloaded
 from tests.support.tiny_adapters import build, gradients, learn
 
 BASES = {
@@ -50,12 +49,7 @@ def with_a_block_of_each_kind(module):
 
 
 def inputs(module, samples=2, width=12, text=None):
-    """x_t, t, controls and prompt of any family; where the text has a mask, one sample's ends early.
-
-    Args:
-        width: width of the target's latent.
-        text: how many tokens of text; None for those of a short prompt.
-    """
+    """Return x_t, t, controls and prompt of any family; where the text has a mask, one sample's ends early."""
     generator = torch.Generator().manual_seed(1)
     channels = module.geometry.channels(module.transformer.config)
     controls = [] if module.condition_images.most == 0 else [(8, 8)]
@@ -73,9 +67,8 @@ def inputs(module, samples=2, width=12, text=None):
 
 def family(repository, model, *more):
     """Build a family's module in float32 with an adapter on every layer."""
-    path = f"model.pretrained_model_name_or_path={repository}"
-    settings = [path, "model.dtype=float32", "adapter.rank=4", "adapter.target_modules=all-linear", *more]
-    module = instantiate(compose("train", f"model={model}", *settings).model, _convert_="all")
+    settings = ["model.dtype=float32", "adapter.rank=4", "adapter.target_modules=all-linear", *more]
+    module = unloaded(repository, model, *settings)
     module.configure_model()
     learn(module)
     return module

@@ -30,11 +30,7 @@ def shrink_condition_images(monkeypatch, vae: int, condition: int) -> None:
 
 
 def stock_picture(repository, lora, monkeypatch, dtype=torch.float32, prepare=None, **settings):
-    """Return the stock pipeline's image with a LoRA, its condition images as small as the run's.
-
-    Args:
-        prepare: called with the pipeline and the LoRA when they are loaded.
-    """
+    """Return the stock pipeline's image with a LoRA, its condition images as small as the run's."""
     shrink_condition_images(monkeypatch, AREA, AREA)
     pipeline = load_stock(repository, torch_dtype=dtype)
     if "image" in settings and isinstance(pipeline, Krea2Pipeline):

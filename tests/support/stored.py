@@ -31,12 +31,9 @@ def data_set(count: int = 4):
         "edited_image": [{"bytes": picture(number + 10), "path": None} for number in range(count)],
         "edit_prompt": [prompt(number) for number in range(count)],
     }
-    features = {
-        "source_image": datasets.Image(),
-        "edited_image": datasets.Image(),
-        "edit_prompt": datasets.Value("string"),
-    }
-    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    image, text = datasets.Image(), datasets.Value("string")
+    features = datasets.Features({"source_image": image, "edited_image": image, "edit_prompt": text})
+    return datasets.Dataset.from_dict(rows, features=features)
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:

@@ -34,7 +34,6 @@ def learn(module, spread=0.1):
 
 
 def batch(samples=2):
-    """x_t, controls and prompts."""
     generator = torch.Generator().manual_seed(1)
     shapes = (samples, 8, 4, 6), (samples, 8, 4, 6), (samples, 16, 32), (samples, 32)
     x_t, control, text, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -42,7 +41,6 @@ def batch(samples=2):
 
 
 def velocity(module, t):
-    """Predict a sample's velocity at each t."""
     x_t, controls, prompt = batch(len(t))
     return module.denoise(x_t, torch.tensor(t), controls, prompt)
 
@@ -53,7 +51,6 @@ def gradients(module):
 
 
 def export(module, path):
-    """Save the adapter as a run would."""
     adapter = module.adapter
     write(path, adapter.deltas(module.transformer), {"adapter": adapter.metadata()})
 

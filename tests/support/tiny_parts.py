@@ -30,6 +30,7 @@ def build_tokenizer(special: list[str], template: str | None = None, pad: str | 
 
 def qwen_vl_settings(tokenizer: Qwen2Tokenizer) -> dict:
     """Return the settings of a vision-language model with this tokenizer: of its text and of its tokens."""
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     end, start_image, end_image, image, video = tokenizer.convert_tokens_to_ids(["<|endoftext|>", *VISION])
     return {
         "text_config": {
@@ -41,13 +42,7 @@ def qwen_vl_settings(tokenizer: Qwen2Tokenizer) -> dict:
             "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
             "pad_token_id": end,
         },
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-        },
+        "vision_config": vision,
         "image_token_id": image,
         "video_token_id": video,
         "vision_start_token_id": start_image,

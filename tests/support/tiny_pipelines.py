@@ -80,13 +80,7 @@ def build_vae(channels: int = 8) -> AutoencoderKL:
 def build_pipeline(folder: Path, seed: int, heads: int = 4) -> None:
     """Write a tiny FluxKontextPipeline in diffusers' layout; every part is of the real class."""
     clip_pieces = ["<|startoftext|>", "<|endoftext|>", *CHARACTERS, *(f"{c}</w>" for c in CHARACTERS)]
-    t5_pieces = [
-        ("<pad>", 0.0),
-        ("</s>", 0.0),
-        ("<unk>", -9.0),
-        ("▁", -1.0),
-        *((c, -2.0) for c in CHARACTERS),
-    ]
+    t5_pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -1.0), *((c, -2.0) for c in CHARACTERS)]
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(seed)
         pipeline = FluxKontextPipeline(
@@ -205,7 +199,6 @@ def build_qwen_image(folder: Path) -> None:
 
 
 def build_longcat(folder: Path) -> None:
-    """A LongCatImageEditPipeline."""
     text_encoder, tokenizer, processor = qwen_vl()
     LongCatImageEditPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -225,7 +218,6 @@ def build_longcat(folder: Path) -> None:
 
 
 def edit_json(path: Path, **values: Any) -> None:
-    """Change values in a JSON file of a pipeline."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 

@@ -33,11 +33,7 @@ def connect(address: str) -> None:
 
 
 class Warm:
-    """A running command, to be used like a subprocess.Popen. What it prints goes to a file.
-
-    Args:
-        before: called in its process before the command.
-    """
+    """A running command, to be used like a subprocess.Popen; what it prints goes to a file."""
 
     def __init__(
         self, script: str, *overrides: str, cwd: Path = ROOT, before: Callable[[], None] | None = None
@@ -63,14 +59,12 @@ class Warm:
         return self.returncode
 
     def end(self) -> None:
-        """End the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
         self.stdout.close()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Return the output once the process has ended."""
         self.wait(timeout)
         return self.stdout.read(), None
 

@@ -15,7 +15,6 @@ BASES = {"float32": [], "bfloat16": []} | {
 
 
 def weight_of(layer):
-    """Return its base's weight in float32."""
     base = layer.get_base_layer()
     return base.weight.detach().float() if type(base) is torch.nn.Linear else base.dequantize(torch.float32)
 

@@ -54,13 +54,10 @@ def test_a_file_has_the_fused_weights_by_the_authors_names(repositories, tmp_pat
     marks = {name for name, setting in source.native.marks.items() if source.meta.config[setting]}
     assert all(state.pop(mark).shape == (0,) for mark in marks)
     expected = native_state(fused, source.meta, source.native)
-    assert state.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(state[name], tensor), name
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
     if source.class_name not in OF_ONE_SIZE:
         converted = SINGLE_FILE_LOADABLE_CLASSES[source.class_name]["checkpoint_mapping_fn"](dict(state))
-        assert converted.keys() == fused.keys()
-        assert all(torch.equal(converted[name], one) for name, one in fused.items())
+        torch.testing.assert_close(converted, fused, rtol=0, atol=0)
 
 
 def test_a_base_in_8_bits_without_scales_is_written_unquantized(tiny, tmp_path):

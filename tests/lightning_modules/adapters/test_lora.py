@@ -42,10 +42,7 @@ def adapted(stock):
 
 @pytest.mark.parametrize(
     ("target_modules", "count"),
-    [
-        (["to_k", "to_q", "to_v", "to_out.0"], 2 * 4 + 2 * 3),
-        (r".*single_transformer_blocks\.1\..*proj_(mlp|out)", 2),
-    ],
+    [(["to_k", "to_q", "to_v", "to_out.0"], 2 * 4 + 2 * 3), (r".*single_transformer_blocks\.1\..*proj_(mlp|out)", 2)],
 )
 def test_target_modules_as_list_and_as_regular_expression(stock, target_modules, count):
     inject(stock, target_modules=target_modules)
@@ -99,8 +96,6 @@ def test_starting_weights_of_another_rank_are_refused(stock, tiny, tmp_path):
 
 
 class Called(TorchDispatchMode):
-    """Counts operators by name."""
-
     def __init__(self):
         super().__init__()
         self.counts = Counter()

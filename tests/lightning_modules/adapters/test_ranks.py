@@ -92,7 +92,6 @@ def test_incompatible_settings_are_refused_before_weights_are_read(tiny, setting
 
 
 def rates(optimizer, names):
-    """The learning rate of each parameter."""
     return {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -118,8 +117,7 @@ def test_lora_plus_is_pefts(tiny):
             optimizer.step()
             optimizer.zero_grad()
         states.append({name: parameter.detach() for parameter, name in names.items()})
-    for name in states[0]:
-        torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-8)
 
 
 def test_learning_rates_by_pattern_follow_the_schedule(tiny):

@@ -22,10 +22,8 @@ def test_estimated_flops_are_those_of_a_step(repositories, model):
         module.denoise(*arguments).square().mean().backward()
     meta = {name: tensor.to("meta") for name, tensor in prompt.items()}
     batch = LatentBatch([""], [0], x_t.to("meta"), None, [control.to("meta") for control in controls], meta, {})
-    assert (
-        step_flops(module.execution, module.execution.adapted_meta_transformer().float(), batch)
-        == counter.get_total_flops()
-    )
+    transformer = module.execution.adapted_meta_transformer().float()
+    assert step_flops(module.execution, transformer, batch) == counter.get_total_flops()
 
 
 @pytest.mark.slow

@@ -4,14 +4,13 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.blocks import LastBlock, blocks
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from tests.support.combinations import first
-from tests.support.commands import compose
+from tests.support.commands import unloaded
 from tests.support.steps import BASES, assert_same, family, inputs, made, step
 from tests.support.tiny_adapters import build, velocity
 from tests.support.tiny_pipelines import every_model
@@ -73,14 +72,13 @@ def test_casting_inputs_once_changes_no_bit(tiny):
         (["model.attention_backend=flash"], "cannot be used here"),
         (["model.attention_backend=FA3"], "No module named 'flash_attn_interface'. To install it: build"),
         (["model.gradient_checkpointing=some"], "choose none, every_2 .* attention"),
+        (["model.offload.blocks=5"], "model.offload.blocks=5: FluxTransformer2DModel has 0 to 4"),
+        (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=full"),
     ],
 )
 def test_impossible_execution_is_named(tiny, settings, message):
-    path = f"model.pretrained_model_name_or_path={tiny}"
-    cfg = compose("train", "model=flux_kontext", path, *settings)
-
     def configure():
-        module = instantiate(cfg.model, _convert_="all")
+        module = unloaded(tiny, "flux_kontext", *settings)
         module.check()
         module.configure_model()
 
@@ -93,7 +91,6 @@ def test_attention_backend_is_the_dispatcher_s(tiny):
     plain, chosen = (build(tiny, "lora", *more) for more in ([], ["model.attention_backend=_native_math"]))
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "with masks it can be NaN"
     torch.testing.assert_close(velocity(plain, [0.5]), velocity(chosen, [0.5]))
-    assert {str(b.attn.processor._attention_backend.value) for b in blocks(chosen.transformer).values()} == {
-        "_native_math"
-    }
+    found = {block.attn.processor._attention_backend.value for block in blocks(chosen.transformer).values()}
+    assert [*map(str, found)] == ["_native_math"]
     assert _AttentionBackendRegistry._active_backend == AttentionBackendName.NATIVE, "others are as before"

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from hydra.utils import instantiate
 
-from foundation.errors import UserError
 from lightning_modules.blocks import blocks
 from lightning_modules.execution import offload
 from lightning_modules.execution.offload import HostMemory, streamed_linears
@@ -13,7 +11,6 @@ from lightning_modules.quantization.quantization import Quantization
 from lightning_modules.timing import StageTimer
 from tasks.dry_run import offloaded_bytes
 from tests.support.combinations import first
-from tests.support.commands import compose
 from tests.support.steps import assert_same, made, step
 
 FULL = "model.gradient_checkpointing=full"
@@ -43,19 +40,6 @@ def test_offloaded_bytes_are_those_of_the_dry_run(tiny):
         assert offloaded_bytes(source) == sum(sizes) - 2 * max(sizes)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["model.offload.blocks=5"], "model.offload.blocks=5: FluxTransformer2DModel has 0 to 4"),
-        (["model.offload.blocks=2", "model.gradient_checkpointing=false"], "needs model.gradient_checkpointing=full"),
-    ],
-)
-def test_impossible_streaming_is_named(tiny, settings, message):
-    path = f"model.pretrained_model_name_or_path={tiny}"
-    with pytest.raises(UserError, match=message):
-        instantiate(compose("train", "model=flux_kontext", path, *settings).model, _convert_="all").check()
-
-
 def test_failed_pinning_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
     """CUDA reports a failed call twice: to its caller, and to whoever starts a kernel next."""
     left, unpinned = [], []
@@ -82,8 +66,6 @@ def test_failed_pinning_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
 
 
 class Elsewhere(str):
-    """The CPU, under another name."""
-
     type = "elsewhere"
 
 

@@ -177,8 +177,6 @@ def test_model_may_be_freed_during_a_copy_of_a_block(tiny):
 
 
 class NoWait(SideStream):
-    """Computes without waiting for a copy."""
-
     def wait(self, copied):
         pass
 

@@ -43,8 +43,6 @@ def module(repository):
     return REFERENCE.build(repository)
 
 
-# Images
-
 ALONE = [(96, 75), (64, 64), (37, 200), (15, 90), (9000, 30), (4100, 1900), (2048, 2049), (5000, 3001)]
 
 
@@ -100,9 +98,6 @@ def test_edit_of_one_image_of_any_size_is_the_pipelines(run, repository, tmp_pat
     assert (record["width"], record["height"]) == (101, 75)
 
 
-# Text
-
-
 def test_prompts_of_several_windows_are_encoded_singly_and_not_batched(module, tmp_path):
     long = "make it snow, and then " * 5
     parts = module.base.components
@@ -117,9 +112,6 @@ def test_prompts_of_several_windows_are_encoded_singly_and_not_batched(module, t
     raws[1].prompts = [long]
     with pytest.raises(UserError, match="this model masks none"):
         module.encoder(collate_pixels(raws))
-
-
-# Blocks that compute for references only
 
 
 def test_without_references_their_parameters_have_a_zero_gradient(module, tmp_path):
@@ -162,9 +154,6 @@ def test_norms_of_queries_stay_in_float32_however_the_transformer_is_loaded(repo
         attention = transformer.single_transformer_blocks[0].attn
         assert attention.norm_q.weight.dtype == attention.norm_k.weight.dtype == torch.float32
         assert transformer.context_embedder.weight.dtype == torch.bfloat16
-
-
-# The repository
 
 
 def test_schedule_is_that_of_the_pipelines_blocks(module, repository, tmp_path):

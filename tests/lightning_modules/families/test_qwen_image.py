@@ -19,11 +19,8 @@ def test_sizes_are_the_pipelines(size, area):
 
 @pytest.mark.parametrize("prompt", [" ", "x" * 505, "long " * 130, "x" * 1100], ids=len)
 def test_prompts_are_cut_as_in_the_pipeline(repositories, monkeypatch, prompt):
-    reference = REFERENCES["qwen_image"]
-    module, stock = (
-        reference.build(repositories["qwen_image"]),
-        reference.stock(repositories["qwen_image"], monkeypatch),
-    )
+    reference, folder = REFERENCES["qwen_image"], repositories["qwen_image"]
+    module, stock = reference.build(folder), reference.stock(folder, monkeypatch)
     own = module.encode_prompt(module.base.components, prompt, [])
     embeds, mask = stock.encode_prompt(prompt, max_sequence_length=512)
     assert mask is None

@@ -47,7 +47,6 @@ def verdicts(pipeline, path, updates, format, header=None):
 
 
 def loads(pipeline, path, updates, dora):
-    """Return whether the pipeline's loader reads from a file what was written."""
     try:
         pipeline.load_lora_weights(path, adapter_name="a")
         found = peft_deltas(pipeline.transformer, "a")

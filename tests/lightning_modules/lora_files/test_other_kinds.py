@@ -9,11 +9,10 @@ from peft import LoHaConfig, LoKrConfig, OFTConfig, get_peft_model
 
 from foundation.errors import UserError
 from lightning_modules.adapters.factored import add_deltas
-from lightning_modules.families.flux.native_names import NATIVE_NAMES
-from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import encode, write
 from tests.support.foreign_files import FLUX, flux, velocity
+from tests.support.lora_files import layer_names
 
 FUSED = "double_blocks.0.img_attn.qkv"
 LAYERS = FLUX[FUSED]
@@ -27,7 +26,7 @@ def base():
 
 @pytest.fixture(scope="module")
 def names(base):
-    return LayerNames(base, NATIVE_NAMES)
+    return layer_names("flux_kontext", base)
 
 
 def numbers(*shape, seed=0):

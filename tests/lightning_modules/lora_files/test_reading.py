@@ -38,7 +38,6 @@ def with_header(**settings) -> bytes:
 
 
 def tar() -> bytes:
-    """Return a tar of one file."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("pytorch_lora_weights.safetensors"))

@@ -8,12 +8,7 @@ import torch.nn.functional as F
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from foundation.errors import UserError
-from lightning_modules.objectives.flow_matching import (
-    WEIGHTINGS,
-    Huber,
-    PseudoHuber,
-    edit_region,
-)
+from lightning_modules.objectives.flow_matching import WEIGHTINGS, Huber, PseudoHuber, edit_region
 
 DIFFERENCE = torch.linspace(-3, 3, 32).reshape(2, 1, 4, 4)
 T = torch.tensor([0.25, 1.0])

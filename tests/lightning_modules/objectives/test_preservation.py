@@ -21,7 +21,6 @@ def bare(module):
 
 
 def autocast(module):
-    """Return Lightning's autocast."""
     return torch.autocast("cpu", torch.bfloat16, enabled=module.base.dtype != torch.float32, cache_enabled=False)
 
 
@@ -85,7 +84,6 @@ def test_after_failed_sampling_forward_passes_have_their_own_timesteps(tiny):
 
 @pytest.mark.parametrize("more", [[], ["model.offload.blocks=2", "model.gradient_checkpointing=full"]])
 def test_training_adapter_stays_in_the_base(tiny, tmp_path, more):
-    """The training adapter belongs to the base in every form."""
     assistant = build(tiny, "lora", "adapter.rank=2")
     learn(assistant)
     export(assistant, tmp_path / "pytorch_lora_weights.safetensors")

@@ -71,10 +71,7 @@ def test_every_part_is_found_by_its_name_and_tensors(shipped, caplog):
     base.check()
     base.check_files()
     assert Path(base.transformer_name).name == "flux1-dev-kontext_fp8_scaled.safetensors"
-    assert (
-        f"text_encoders/clip_l.safetensors, clip/linked/t5xxl.safetensors of {shipped / 'models'}: used as"
-        in caplog.text
-    )
+    assert f"clip_l.safetensors, clip/linked/t5xxl.safetensors of {shipped / 'models'}: used as" in caplog.text
     loaded = base.components["text_encoder_2"].state_dict()
     stored = load_file(shipped / "models/clip/linked/t5xxl.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
@@ -147,7 +144,5 @@ def test_one_command_trains_and_one_predicts_offline(repositories, made, pairs, 
         outcome = run_here("predict", f"lora={run}", *shown)
         assert outcome.status == 0, outcome.text
         images.append(next(edited.glob("*.png")).read_bytes())
-    one, other = (weights(tmp_path / name) for name in ("whole", "files"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(weights(tmp_path / "whole"), weights(tmp_path / "files"), rtol=0, atol=0)
     assert images[0] == images[1]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, convert_wan_vae_to_diffusers
-from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -18,7 +17,7 @@ from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.pretrained.component_files import load_component, open_components
 from lightning_modules.pretrained.repository import component_class
 from lightning_modules.quantization.linear import QuantizedLinear
-from tests.support.commands import compose
+from tests.support.commands import unloaded
 from tests.support.quantized import CPU, quantization
 from tests.support.tiny_pipelines import edit_json
 
@@ -42,7 +41,6 @@ def comfy(model, state):
 
 
 def is_linear(key, tensor):
-    """Return whether a tensor is the weight of a linear layer."""
     others = ("embed", "shared", "relative_attention_bias", "lm_head")
     return tensor.dim() == 2 and not any(word in key for word in others)
 
@@ -83,7 +81,6 @@ def tensors(model):
 
 
 def assert_equal(model, expected):
-    """Compare all tensors and their dtypes."""
     own = tensors(model)
     assert own.keys() == expected.keys()
     assert [name for name, one in expected.items() if own[name].dtype != one.dtype or not own[name].equal(one)] == []
@@ -206,9 +203,6 @@ def test_a_repositorys_layers_stay_fp8(files_of, tmp_path):
         FullFineTuning(text_encoders=True).inject(loaded)
 
 
-# Autoencoders
-
-
 PARTS = ("norm1", "conv1", "norm2", "conv2", "nin_shortcut", "norm", "q", "k", "v", "proj_out")
 WAN_PARTS = ("residual.0", "residual.2", "residual.3", "residual.6", "shortcut", "resample.1", "time_conv")
 SIDES = (("encoder", "down"), ("decoder", "up"))
@@ -306,9 +300,6 @@ def test_an_autoencoders_tensors_are_all_needed_and_used(autoencoder):
         files.open(vae=files.write(state | {large: state[large].transpose(0, 1)}))
 
 
-# A whole model
-
-
 def checkpoint(files):
     """Return the parts of one of ComfyUI's checkpoints."""
     found = {f"vae.{name}": tensor for name, tensor in files.state("vae").items()}
@@ -319,9 +310,7 @@ def checkpoint(files):
 
 
 def module_of(files, *more):
-    path = f"model.pretrained_model_name_or_path={files.folder}"
-    overrides = [f"model={files.model}", path, "model.dtype=float32", *more]
-    return instantiate(compose("train", *overrides).model, _convert_="all")
+    return unloaded(files.folder, files.model, "model.dtype=float32", *more)
 
 
 def encodings(module):

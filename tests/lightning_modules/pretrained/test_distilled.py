@@ -3,18 +3,16 @@
 import shutil
 
 import pytest
-from hydra.utils import instantiate
 
 from tasks.models import without_network
-from tests.support.commands import compose, short
+from tests.support.commands import compose, short, unloaded
 from tests.support.tiny_pipelines import edit_json
 
 NOTE = "is distilled to few steps ("
 
 
 def sign(folder, *more):
-    settings = ["model=flux_kontext", f"model.pretrained_model_name_or_path={folder}", *more]
-    return instantiate(compose("train", *settings).model, _convert_="all").base.sign_of_distillation()
+    return unloaded(folder, "flux_kontext", *more).base.sign_of_distillation()
 
 
 @pytest.fixture

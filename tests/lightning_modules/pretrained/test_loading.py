@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from foundation.catalogue import CONFIGURATIONS, shipped_configuration
 from foundation.errors import UserError
 from foundation.hub import repository_file
 from lightning_modules.pretrained.component_files import load_component
-from lightning_modules.pretrained.repository import ASSETS, component_origin, read_index, resolve_device, stored_bytes
+from lightning_modules.pretrained.repository import ASSETS, component_origin, read_index, stored_bytes
 from tests.support.commands import ROOT, run_code
 from tests.support.servers import hub
 
@@ -24,9 +23,7 @@ def test_single_loaded_model_equals_the_pipelines(tiny, stock, name):
     assert type(own) is type(theirs)
     assert not any(p.requires_grad for p in own.parameters())
     assert not own.training
-    ours, expected = own.state_dict(), theirs.state_dict()
-    assert ours.keys() == expected.keys()
-    assert all(torch.equal(ours[key], expected[key]) for key in expected)
+    torch.testing.assert_close(own.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
 # Class, a text and its published ids, the number of tokens, and the longest text.
@@ -92,13 +89,9 @@ def test_repository_that_cannot_be_read_is_named(name, message):
         repository_file(name, "model_index.json")
 
 
-def test_folder_without_an_index_or_weights_is_named(tiny, tmp_path):
+def test_folder_without_an_index_is_named(tmp_path):
     with pytest.raises(UserError, match=r"has no model_index\.json"):
         read_index(str(tmp_path))
-    copy = shutil.copytree(tiny, tmp_path / "copy")
-    (copy / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"vae lacks its weights"):
-        load_component(str(copy), "vae")
 
 
 LOAD = """
@@ -145,12 +138,6 @@ def test_bytes_of_a_component_are_those_of_its_files_stored_and_missing(tiny, tm
         environment = {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         result = run_code(BYTES, HF_ENDPOINT=address, **environment)
     assert result.stdout == f"{(transformer, transformer)} {(transformer, 0)} {(vae, 0)}\n"
-
-
-@pytest.mark.parametrize("name", ["cuda:93", "tpu9000"])
-def test_impossible_device_is_refused(name):
-    with pytest.raises(UserError, match=f"model.devices.vae={name}"):
-        resolve_device(name, "model.devices.vae")
 
 
 @pytest.mark.slow

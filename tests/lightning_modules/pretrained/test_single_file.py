@@ -3,13 +3,12 @@
 import json
 import struct
 from collections.abc import Callable
-from functools import cache
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from safetensors.torch import save_file
 from torch import nn
 
@@ -25,7 +24,7 @@ from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.quantization.eight_bit import rotate
 from lightning_modules.quantization.linear import SCALES, QuantizedLinear
 from tests.support.combinations import first
-from tests.support.commands import compose, run_task
+from tests.support.commands import class_of, compose, run_task
 from tests.support.foreign_files import native_state
 from tests.support.quantized import CPU, quantization
 from tests.support.tiny_pipelines import DIFFERENT, every_model
@@ -33,11 +32,6 @@ from tests.support.tiny_pipelines import DIFFERENT, every_model
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 INT8_NOTE = {"format": "int8_tensorwise"}
-
-
-@cache
-def class_of(model):
-    return get_class(compose("predict", f"model={model}").model._target_)
 
 
 def source_of(model, repository, name, dtype=torch.bfloat16, quantized=None):

@@ -206,13 +206,6 @@ def test_shards_without_an_index_are_refused(source, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod."])
-def test_wrappers_of_training_are_no_part_of_a_name(source, tmp_path, wrapper):
-    source.save_pretrained(tmp_path)
-    save_file({wrapper + name: tensor for name, tensor in load_file(tmp_path / NAME).items()}, tmp_path / NAME)
-    assert all(map(torch.equal, load(tmp_path).parameters(), source.parameters()))
-
-
 # How the layers are stored, tensors that are replaced (None: removed), and the words of the error.
 REFUSED = {
     "no scale": (fp8("weight_scale", (1,)), {"weight_scale": None}, f"lacks the scales of {LAYER}: the file is inc"),

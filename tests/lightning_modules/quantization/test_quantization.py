@@ -3,21 +3,16 @@
 import bitsandbytes
 import pytest
 import torch
-from diffusers import (
-    FluxTransformer2DModel,
-    Krea2Transformer2DModel,
-    QwenImageTransformer2DModel,
-    ZImageTransformer2DModel,
-)
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
 from foundation.errors import UserError
-from tests.support.commands import ROOT, compose
+from tests.support.commands import ROOT, class_of, compose
 from tests.support.quantized import load, quantization
 
 FP8 = OmegaConf.load(ROOT / "conf/model/quantization/fp8.yaml")
+FUSION = [*(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_gate", "to_out.0")), "ff.gate", "ff.up", "ff.down"]
 KEPT = {
     "flux_kontext": {"x_embedder", "context_embedder", "proj_out", "norm_out.linear"}
     | {f"transformer_blocks.{i}.{norm}.linear" for i in range(2) for norm in ("norm1", "norm1_context")}
@@ -29,35 +24,16 @@ KEPT = {
     | {f"{block}.adaLN_modulation.0" for block in ("noise_refiner.0", "layers.0", "layers.1")},
     "krea2": {"img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj", "txt_in.linear_1"}
     | {"txt_in.linear_2", "final_layer.linear", "text_fusion.projector"}
-    | {
-        f"text_fusion.{blocks}.0.{layer}"
-        for blocks in ("layerwise_blocks", "refiner_blocks")
-        for layer in [
-            "attn.to_q",
-            "attn.to_k",
-            "attn.to_v",
-            "attn.to_gate",
-            "attn.to_out.0",
-            "ff.gate",
-            "ff.up",
-            "ff.down",
-        ]
-    },
-}
-CLASSES = {
-    "flux_kontext": FluxTransformer2DModel,
-    "qwen_image_edit": QwenImageTransformer2DModel,
-    "z_image": ZImageTransformer2DModel,
-    "krea2": Krea2Transformer2DModel,
+    | {f"text_fusion.{blocks}.0.{layer}" for blocks in ("layerwise_blocks", "refiner_blocks") for layer in FUSION},
 }
 
 
 @pytest.mark.parametrize("model", KEPT)
 def test_embedders_modulation_and_output_stay_as_they_are(repositories, model):
-    transformer = load(repositories[model], CLASSES[model].__name__, torch.float32)
+    transformer = load(repositories[model], class_of(model).transformer_class, torch.float32)
     linears = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     size = instantiate(FP8).nbytes(transformer, torch.float32)
-    transformer = load(repositories[model], CLASSES[model].__name__, torch.float32, instantiate(FP8))
+    transformer = load(repositories[model], class_of(model).transformer_class, torch.float32, instantiate(FP8))
     kept = {name for name in linears if type(transformer.get_submodule(name)) is nn.Linear}
     assert {name for name in kept if not name.startswith("time_text_embed")} == KEPT[model]
     blocks = {name for name in linears if ".attn." in name or ".attention." in name}

@@ -42,7 +42,6 @@ def operands(n, k, m, transposed):
 
 
 def compare():
-    """Compare for tiles, layouts, dtypes and sizes."""
     torch.manual_seed(0)
     for tile, transposed in itertools.product(TILES, (True, False)):
         triton_products.TILES = (tile,)  # without a choice nothing is timed
