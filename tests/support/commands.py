@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hydra
@@ -35,6 +36,13 @@ def compose(name: str, *overrides: str) -> DictConfig:
         with open_dict(cfg):
             cfg.pop("hydra")
     return cfg
+
+
+def scanned(*overrides: str) -> Any:
+    """Return the data of a run on raw pairs, with its samples found."""
+    data = hydra.utils.instantiate(compose("train", "data=pairs", *overrides).data, _convert_="all")
+    data.scan()
+    return data
 
 
 class Outcome:
