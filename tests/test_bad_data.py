@@ -1,21 +1,14 @@
 """Data that cannot be learned from: one line that says what, where and what to do, and no folder is left."""
 
 import pytest
-from hydra.utils import instantiate
 
-from tests.support.commands import compose, short
+from tests.support.commands import scanned, short
 from tests.support.pictures import make_pairs, photograph
 
 
 @pytest.fixture
 def folder(tmp_path):
     return make_pairs(tmp_path / "mine", [(32, 32)] * 3)
-
-
-def scanned(root, *overrides):
-    data = instantiate(compose("train", "data=pairs", f"data.root={root}", *overrides).data, _convert_="all")
-    data.scan()
-    return data
 
 
 def test_incomplete_pairs_are_listed_and_counted_or_skipped(refuses, folder):
@@ -25,7 +18,7 @@ def test_incomplete_pairs_are_listed_and_counted_or_skipped(refuses, folder):
     (folder / "training_images" / "00.txt").unlink()
     words = ["6 incomplete", "00.png has no caption", "a.png has no control image", "and 3 more"]
     refuses(root=folder, words=[*words, "data.on_missing=skip"])
-    data = scanned(folder, "data.on_missing=skip")
+    data = scanned(f"data.root={folder}", "data.on_missing=skip")
     assert len(data.training.samples) == 2
     assert data.notes[0].startswith("skipped 6 incomplete")
 

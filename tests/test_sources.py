@@ -1,9 +1,8 @@
 """Settings of data sets, by the real command line."""
 
 import pytest
-from hydra.utils import instantiate
 
-from tests.support.commands import compose, short
+from tests.support.commands import scanned, short
 from tests.support.stored import FORMS, picture, write_tar
 
 pytestmark = pytest.mark.usefixtures("data_set_cache")
@@ -14,12 +13,6 @@ def test_trains_from_a_data_set_with_workers(run, tiny, tmp_path):
     text = run("train", *short(tiny, root, tmp_path / "run", 1), "data.num_workers=1").text
     assert "4 pairs" in text
     assert "Warning" not in text
-
-
-def scanned(*overrides):
-    data = instantiate(compose("train", "data=pairs", *overrides).data, _convert_="all")
-    data.scan()
-    return data
 
 
 def test_settings_reach_the_source_as_hydra_gives_them(tmp_path):

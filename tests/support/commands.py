@@ -51,6 +51,13 @@ def unloaded(repository: Path | str, model: str = "flux_kontext", *more: str) ->
     return hydra.utils.instantiate(compose("train", f"model={model}", path, *more).model, _convert_="all")
 
 
+def scanned(*overrides: str) -> Any:
+    """Return the data of a run on raw pairs, with its samples found."""
+    data = hydra.utils.instantiate(compose("train", "data=pairs", *overrides).data, _convert_="all")
+    data.scan()
+    return data
+
+
 class Outcome:
     """The exit status and the output of a command."""
 

@@ -165,9 +165,6 @@ def test_names_of_any_bytes_and_roots_listed_twice_have_keys_of_their_own(tmp_pa
     assert len({sample.key for sample in find_samples([Root(tmp_path), Root(tmp_path)]).samples}) == 6
 
 
-# Pairs in one folder.
-
-
 @pytest.mark.parametrize("ends", USUAL_ENDINGS)
 @pytest.mark.parametrize("caption", ["a b{}.txt", "a b.txt"])
 def test_usual_endings(tmp_path, ends, caption):
@@ -235,9 +232,6 @@ def test_one_ending_may_be_empty(tmp_path, ends):
         f"w{target}.png has no control image w{control}.*",
         f"z{control}.png has no target image z{target}.*",
     ]
-
-
-# Images with captions.
 
 
 @pytest.fixture
@@ -374,9 +368,6 @@ def test_gap_in_the_numbers_of_folders_stops(tmp_path, folders):
     """The next folder would be taken for the missing one."""
     with pytest.raises(UserError, match=f"{', '.join(folders)}: a number is missing"):
         found_in(numbered(tmp_path, *folders))
-
-
-# Captions.
 
 
 def captions(folder, per_line=True):

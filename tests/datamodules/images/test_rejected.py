@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
 from PIL import Image
 
 from datamodules.images.samples import Root
@@ -14,7 +13,7 @@ from datamodules.images.tables import Table, choose_columns
 from datamodules.pairs import PairDataset, collate_pixels
 from extras.inspection import Kind, inspect_sample
 from foundation.errors import UserError
-from tests.support.commands import compose
+from tests.support.commands import scanned
 from tests.support.pictures import make_pairs, photograph
 
 
@@ -43,18 +42,12 @@ def test_a_rejected_image_without_a_target_is_incomplete(root):
     assert f"{root}/rejected_images/01.png has no target image {root}/training_images/01.*" in incomplete
 
 
-def data_of(root, *more):
-    data = instantiate(compose("train", "data=pairs", f"data.root={root}", *more).data)
-    data.scan()
-    return data
-
-
 def test_rejected_images_have_the_views_of_their_targets(tmp_path):
     """Cropped and mirrored by the target's window: a target as the rejected image is the target."""
     root = make_pairs(tmp_path / "pairs", [(210, 130), (130, 130)])
     shutil.copytree(root / "training_images", root / "rejected_images", ignore=shutil.ignore_patterns("*.txt"))
     crops = ["data.crop=random_cached", "data.buckets=aspect", "data.resolution=128", "data.flip=true"]
-    data = data_of(root, *crops)
+    data = scanned(f"data.root={root}", *crops)
     for index, view in enumerate(data.training.views):
         raw = PairDataset(data.training.views, data.sample_set.condition_images)[index, 0]
         assert torch.equal(raw.rejected, raw.target), view.windows[0]
@@ -62,7 +55,7 @@ def test_rejected_images_have_the_views_of_their_targets(tmp_path):
 
 
 def test_samples_with_and_without_them_make_batches_of_their_own(root):
-    data = data_of(root)
+    data = scanned(f"data.root={root}")
     assert [beside for _, beside in data.training.sizes] == [("rejected",), ("rejected",), ()]
     raw = collate_pixels(list(data.pixels(data.training, slice(2))))
     expected = np.stack([np.asarray(Image.open(path)) for path in sorted((root / "rejected_images").glob("*.png"))])
@@ -72,7 +65,7 @@ def test_samples_with_and_without_them_make_batches_of_their_own(root):
 def test_rejected_image_of_another_size_is_refused(root):
     photograph("cat", 64, 32).save(root / "rejected_images" / "01.png")
     with pytest.raises(UserError, match=r"01\.png and its target are 64x32 and 48x32: give both one size"):
-        data_of(root)
+        scanned(f"data.root={root}")
 
 
 def test_inspection_names_one_that_is_its_target_or_cannot_be_read(root):

@@ -95,8 +95,6 @@ def test_missing_library_of_data_sets_is_a_line(tmp_path, monkeypatch):
         find_samples([Root(root)])
 
 
-# Settings of roots.
-
 SETTINGS = {"resolution": 1024, "prefix": "", "trigger_word": None, "columns": None, "pair_suffixes": None}
 
 

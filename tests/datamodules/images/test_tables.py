@@ -13,7 +13,7 @@ from datamodules.images.tables import Table, choose_columns
 from foundation.errors import UserError
 from tests.support.stored import picture
 
-# Columns of well-known editing sets, and those of the target, the controls, the prompt and the mask.
+# Columns of well-known editing sets, and their roles: target, controls, prompt and mask.
 SETS = {
     "InstructPix2Pix": (
         ["original_prompt", "original_image", "edit_prompt", "edited_prompt", "edited_image"],
@@ -120,8 +120,6 @@ def test_a_source_column_without_images_makes_no_pairs(tmp_path, source):
     [sample, _] = find_captioned([Root(root.path, columns={"target": "file_name"})], None).samples
     assert (sample.target.name, sample.controls) == ("a.png", ())
 
-
-# Rows.
 
 ROWS = [
     {"file_name": "t/1.png", "control_file_name": "c/1.png", "prompt": "one, with comma", "mask_file_name": "m/1.png"},

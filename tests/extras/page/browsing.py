@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ PATIENCE = 180_000
 def studio(folder: Path, *settings: str, **environment: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """Temporarily run studio.py in a folder; yield its process and its address."""
     folder.mkdir(exist_ok=True)
-    log = folder / "log"
+    log = folder / f"log-{time.monotonic_ns()}"
     command = [sys.executable, ROOT / "studio.py", "port=0", *(settings or ["open=false"])]
     environment = {**os.environ, "TMPDIR": str(folder), **environment}
     with log.open("w") as file:

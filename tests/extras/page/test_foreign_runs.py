@@ -106,9 +106,6 @@ def test_names_that_are_no_text_hide_no_other_run(client, outputs):
         assert client.get(address).status_code == 200
 
 
-# Locks and logs.
-
-
 @pytest.fixture
 def victim():
     """Return a process that is no command of ours."""
@@ -155,9 +152,6 @@ def test_a_request_is_written_through_no_link(outputs, tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-# The queue.
-
-
 def test_a_queue_that_somebody_wrote_starts_nothing_and_holds_up_nobody(client, outputs, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(Jobs, "start", lambda self, arguments, run, script="train": started.append(str(run)))
@@ -197,9 +191,6 @@ def test_a_run_that_cannot_start_is_shown_with_its_reason_and_may_be_tried_again
     assert "Not a directory" in client.get("/start").text
     client.post("/queue", data={"run": folder, "change": "first"})
     assert folder not in pages[0].endpoint.__self__.jobs.failed
-
-
-# Forms.
 
 
 @pytest.mark.parametrize(

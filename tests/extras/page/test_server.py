@@ -78,13 +78,14 @@ def test_a_stalled_upload_holds_up_no_end_and_nothing_is_left(tmp_path, number):
 @pytest.mark.slow
 def test_files_of_a_killed_page_are_removed_by_the_next_and_those_of_a_running_page_kept(tmp_path):
     with studio(tmp_path) as (process, _):
+        wait_until(lambda: left(tmp_path), process)
         killed = left(tmp_path)
         process.kill()
         process.wait()
     assert left(tmp_path) == killed
     with studio(tmp_path), studio(tmp_path):
+        wait_until(lambda: len(left(tmp_path)) == 2)
         assert not {*killed} & {*left(tmp_path)}
-        assert len(left(tmp_path)) == 2
 
 
 @pytest.mark.slow
