@@ -80,7 +80,7 @@ def test_size_and_prompt_are_a_complete_request(run, stock, trained, tmp_path):
         prompt="x", width=48, height=64, max_area=48 * 64, num_inference_steps=2, guidance_scale=2.5,
         max_sequence_length=16, generator=torch.Generator().manual_seed(42),
     ).images[0]  # fmt: skip
-    assert np.abs(pixels(tmp_path / "a" / "picture.png") - np.asarray(expected).astype(int)).max() <= 1
+    assert np.abs(pixels(tmp_path / "a" / "image.png") - np.asarray(expected).astype(int)).max() <= 1
 
 
 def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(run, trained, tiny, photo, tmp_path):
