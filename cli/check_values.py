@@ -74,8 +74,8 @@ def check_ranges(cfg: DictConfig, script: str) -> None:
     rules = {key: one.rule for key, one in declared(script).settings.items() if one.rule is not None}
     written = flat_settings(cast(dict[str, Any], OmegaConf.to_container(cfg)))
     for key, rule in rules.items():
-        value = OmegaConf.select(cfg, key, default=...)
-        if value is ... or str(written.get(key)).removeprefix("${").removesuffix("}") in rules:  # checked by that name
+        value, other = OmegaConf.select(cfg, key, default=...), re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))
+        if value is ... or (other is not None and other[1] in rules):  # then it is checked by the other's name
             continue
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         if not rule.allows(value):

@@ -41,7 +41,7 @@ SCALE = "must be a number or null or a list of them or a mapping {PATTERN:NUMBER
     ("script", "key", "values", "rule"),
     [
         ("train", "adapter.alpha", ["0", "nan"], "must be a number above 0 or null"),
-        ("train", "adapter.rank", ["abc", "0", "1.5"], "must be a whole number from 1 on"),
+        ("train", "adapter.rank", ["abc", "seed", "0", "1.5"], "must be a whole number from 1 on"),
         ("train", "adapter.rank_pattern", ["8", "{a: 0}"], "{PATTERN:NUMBER} with a whole number from 1 on each"),
         ("train", "optimizer.betas", ["[0.9,1.0]"], "must be a list of 2 with a number from 0 to 0.99999 each"),
         ("train", "model.timesteps.shift", ["0", "static"], "must be a number above 0 or dynamic or null"),
