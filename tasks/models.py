@@ -116,7 +116,7 @@ def header_here(file: LoRAFile) -> dict[str, Any]:
 def model_settings(cfg: DictConfig, headers: Sequence[Mapping[str, Any]], overrides: list[str]) -> DictConfig:
     """Return the settings of the model that the first LoRA was trained on, with those of the command line."""
     trained = flat_settings((headers[0].get("model") if headers else None) or {})
-    if is_given("model") or not trained:
+    if any(override.startswith("model=") for override in overrides) or not trained:
         return cfg.model
     name = str(trained.get("name"))
     if name not in catalogue():
