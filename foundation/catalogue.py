@@ -1,6 +1,7 @@
 """The catalogue of models: what the YAMLs in conf/model say about each, read once."""
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ def catalogue() -> dict[str, CatalogueModel]:
     return {path.stem: _read(path.stem) for path in sorted((CONF / "model").glob("[!_]*.yaml"))}
 
 
+@cache
 def _read(name: str) -> CatalogueModel:
     text = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)
@@ -53,6 +55,13 @@ def _read(name: str) -> CatalogueModel:
         licence,
         facts.get("Distilled", parent.distilled),
     )
+
+
+def shipped_models() -> Iterator[tuple[CatalogueModel, Path]]:
+    """Yield the models that have a base of their own, with its `shipped_configuration`."""
+    for model in catalogue().values():
+        if model.has_own_base and (folder := shipped_configuration(model.base)):
+            yield model, folder
 
 
 def shipped_configuration(name: str) -> Path | None:

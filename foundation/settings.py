@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 CONF = Path(__file__).parents[1] / "conf"
-SCRIPTS = ("train", "predict")
+SCRIPTS = ("train", "predict", "studio")
 # Files of these groups set values of settings that other files declare.
 CHOOSING = ("experiment", "debug", "hparams_search")
 # Mappings to which any class may be added by its _target_.
@@ -127,7 +127,7 @@ class Setting:
 
 
 class Declared:
-    """Settings that the files of conf/ declare for train.py or predict.py.
+    """Settings that the files of conf/ declare for train.py, predict.py or studio.py.
 
     Attributes:
         settings: by key.
@@ -200,11 +200,13 @@ class Declared:
 
     def listed(self) -> dict[str, Setting]:
         """Return the settings that people change most, by heading, those of a file after those of its base."""
-        order = [*HEADINGS, ""]
-        found = {key: one for key, one in self.settings.items() if one.is_listed}
-        headings = {key: key.partition(".")[0] if key.partition(".")[0] in HEADINGS else "" for key in found}
-        place = {key: (order.index(headings[key]), self._based.issuperset(one.options)) for key, one in found.items()}
-        return {key: found[key] for key in sorted(found, key=place.__getitem__)}
+
+        def place(key: str) -> tuple[int, bool]:
+            heading = key.partition(".")[0]
+            index = HEADINGS.index(heading) if heading in HEADINGS else len(HEADINGS)
+            return index, self._based.issuperset(self.settings[key].options)
+
+        return {key: self.settings[key] for key in sorted(self.settings, key=place) if self.settings[key].is_listed}
 
 
 # A key, whether it is a setting, and the comments above it and behind its value.
@@ -248,9 +250,9 @@ def declared(script: str) -> Declared:
 
 
 def text_kind(key: str) -> str:
-    """Return text or path for a setting of either script whose value is one, "" for others."""
+    """Return text or path for a setting of any script whose value is one, "" for others."""
     rules = (one.rule for script in SCRIPTS if (one := declared(script).settings.get(key)))
-    return next((rule.kind for rule in rules if rule and rule.is_text), "text" if key == "token" else "")
+    return next((rule.kind for rule in rules if rule and rule.is_text), "")
 
 
 def flat_settings(settings: Mapping[Any, Any], start: str = "", levels: float = math.inf) -> dict[str, Any]:

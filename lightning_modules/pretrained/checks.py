@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from foundation.catalogue import catalogue, shipped_configuration
+from foundation.catalogue import shipped_models
 from foundation.errors import UserError, listing
 from foundation.files import reading
 from foundation.hub import repository_file
@@ -64,9 +64,8 @@ def note_once(text: str) -> None:
 def models_for(class_name: str | None) -> str:
     """Return the models of conf/ for a pipeline or transformer of diffusers, as settings to choose; "" if none is."""
     found = []
-    for model in catalogue().values():
-        shipped = shipped_configuration(model.base) if model.has_own_base else None
-        configs = [] if shipped is None else [*shipped.glob("*model_index.json"), shipped / "transformer/config.json"]
+    for model, folder in shipped_models():
+        configs = [*folder.glob("*model_index.json"), folder / "transformer/config.json"]
         if any(read_json(config)["_class_name"] == class_name for config in configs):
             found.append(model.name)
     return f"model={' or '.join(found)}" if found else ""

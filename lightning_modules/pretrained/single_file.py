@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from hydra.utils import get_class
 from torch import Tensor, nn
 
-from foundation.catalogue import catalogue, shipped_configuration
+from foundation.catalogue import shipped_models
 from foundation.errors import UserError, listing
 from foundation.files import GGUF, PICKLES, kind_of_file, reading
 from lightning_modules.lora_files.delta import swap_halves
@@ -231,14 +231,12 @@ def _split(
 def _fitting(weights: Weights, path: Path) -> str:
     """Return the known models whose transformer a file contains, in words; "" if there is none."""
     found = []
-    for known in catalogue().values():
-        if known.has_own_base and (folder := shipped_configuration(known.base)):
-            model = meta_component(str(folder), "transformer")
-            with suppress(UserError):
-                family: Any = get_class(known.target)
-                places, _ = _places(weights, path, model, family.layers.native)
-                check_names(NamedWeights(weights, places), model, "")
-                found.append(known)
+    for known, folder in shipped_models():
+        model, family = meta_component(str(folder), "transformer"), cast(Any, get_class(known.target))
+        with suppress(UserError):
+            places, _ = _places(weights, path, model, family.layers.native)
+            check_names(NamedWeights(weights, places), model, "")
+            found.append(known)
     names = " or ".join(known.name for known in found)
     return f"{path} is a transformer of {found[0].base}. Choose model={names}." if found else ""
 
