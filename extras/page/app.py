@@ -25,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from extras.page.answers import HERE, entry, mistake
 from extras.page.data import DataPage
+from extras.page.folders import FoldersPage
 from extras.page.jobs import Jobs
 from extras.page.runs import RunsPage, Shelf
 from extras.page.start import StartPage
@@ -159,6 +160,7 @@ def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard
         *tries.routes(),
         *DataPage(shelf, jobs).routes(),
         *StartPage(shelf, jobs).routes(),
+        *FoldersPage(outputs.parent / "uploads").routes(),
     ]
     mistakes: Any = dict.fromkeys((UserError, HTTPException, Exception), mistake)
     return Guard(Starlette(routes=routes, exception_handlers=mistakes), token, local)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from tests.extras.page.browsing import browser_page, studio_at
 from tests.extras.page.conftest import write_run
@@ -84,3 +85,38 @@ def test_every_tab_fits_its_screen_and_works_by_keyboard(tmp_path, options):
         step.focus()
         page.keyboard.press("Home")
         assert "sample=0%2Fone" in page.locator("img.result").first.get_attribute("src")
+
+
+@pytest.mark.slow
+def test_own_images_are_uploaded_and_trained_on_with_few_clicks(tmp_path):
+    for folder, colour in (("before", "navy"), ("after", "white")):
+        (tmp_path / folder).mkdir()
+        for name in "abcd":
+            Image.new("RGB", (64, 64), colour).save(tmp_path / folder / f"{name}.png")
+    clicks = 0
+
+    def click(what):
+        nonlocal clicks
+        clicks += 1
+        what.click()
+
+    with studio_at(tmp_path) as address, browser_page(address, viewport={"width": 1280, "height": 800}) as page:
+        click(page.get_by_role("link", name="start one"))
+        page.get_by_label("instruction of images").fill("make it white")
+        page.get_by_label("before the edit").set_input_files(sorted((tmp_path / "before").iterdir()))
+        page.locator("#found .mark").wait_for()  # no targets yet
+        page.get_by_label("after it").set_input_files(sorted((tmp_path / "after").iterdir()))
+        page.get_by_text("4 samples").wait_for()
+        clicks += 4  # of the two file choosers
+        assert page.locator("#found figcaption").all_inner_texts() == ["make it white"] * 4
+        assert page.locator("#found img").evaluate_all("images => images.length") == 8
+        page.get_by_label("steps", exact=True).fill("2")
+        page.get_by_text("trainer.max_steps=2").wait_for()
+        click(page.get_by_role("button", name="start", exact=True))
+        page.wait_for_url("**/run?run=*")
+        page.get_by_text("finished").wait_for()
+    assert clicks < 10
+    [root] = (tmp_path / "uploads").iterdir()
+    assert (root / "training_images/a.txt").read_text() == "make it white\n"
+    [run] = (path for path in (tmp_path / "outputs").iterdir() if not path.name.startswith("."))
+    assert (run / "lora/last/pytorch_lora_weights.safetensors").is_file()
