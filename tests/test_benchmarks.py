@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 GPU_CHECK = "import sys; from benchmarks import gpu_check; sys.argv[0] = 'gpu_check.py'; "
 
 
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # As `python` and `python -m` find modules: not next to the folder of a file, and in no PYTHONPATH.
 HELP = """
 import contextlib, io, os, runpy, shlex, sys, torch, diffusers, lightning.pytorch, hydra

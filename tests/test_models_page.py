@@ -14,7 +14,7 @@ def test_the_page_is_what_the_command_writes():
 def test_the_readme_has_the_same_memory_and_download_and_the_gigabyte_of_cuda_is_in_all_of_it():
     memory, readme = json.loads(MEMORY.read_text()), (PAGE.parent.parent / "README.md").read_text()
     for name, rows in memory.items():
-        [row] = re.findall(rf"^\| `{name}` \|(.*)\|$", readme, re.MULTILINE)
+        [row] = re.findall(rf"^\| `{name}` \| (.*) \|$", readme, re.MULTILINE)
         assert row.split(" | ")[-5:] == [f"{size:.0f}" for size in gigabytes(rows)]
     assert memory["flux_kontext"]["bf16"]["encoding"] == 10.8, "T5 and CLIP are 9.8 GB"
 
