@@ -338,7 +338,7 @@ def test_a_command_may_end_in_one_line_and_in_nothing_else(tmp_path):
 
 def test_the_table_of_faults_is_that_of_the_results():
     results = [faults.Result(**one) for one in json.loads(faults.RESULTS.read_text())["results"]]
-    assert faults.table(results) in (ROOT / "docs" / "reliability.md").read_text()
+    assert faults.table(results) in (ROOT / "benchmarks" / "README.md").read_text()
 
 
 def test_rounds_of_faults_end_as_they_should(tmp_path):
