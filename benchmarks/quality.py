@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.labels import labelled, save_small  # noqa: E402
 from benchmarks.shapes import adapters, base, options, peer, photographs, preservation, sliders, subject  # noqa: E402
 from benchmarks.shapes.runs import Section, table  # noqa: E402
 from cli.terminal import silence_libraries  # noqa: E402
@@ -108,7 +109,7 @@ def main() -> None:
         image = DOCS / f"{section.name}.png"
         is_new = not image.is_file() or any(one is section for one, _ in rows)
         if section.image is not None and is_new and not outdated(section):
-            section.image().save(image, optimize=True)
+            save_small(labelled(section.image(), section.headers, section.labels), image)
     for page in PAGES:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(failed)

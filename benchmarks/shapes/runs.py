@@ -64,7 +64,8 @@ class Section:
         columns: decimals by header.
         corner: header of the labels.
         draw: writes the data into WORK; called before the first row.
-        image: returns the image docs/NAME.png, once all rows are measured.
+        image: returns the image docs/NAME.png without its names, once all rows are measured.
+        headers, labels: names of the image's columns and rows.
         missing: returns why the rows cannot be measured on this machine, or None.
     """
 
@@ -75,6 +76,8 @@ class Section:
     corner: str = ""
     draw: Callable[[], None] | None = None
     image: Callable[[], Image.Image] | None = None
+    headers: Sequence[str] = ()
+    labels: Sequence[str] = ()
     missing: Callable[[], str | None] = lambda: None
 
     def hash(self, label: str) -> str:
