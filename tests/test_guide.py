@@ -38,6 +38,13 @@ def test_the_index_names_every_page():
     assert not [page.name for page in (ROOT / "docs").glob("[!R]*.md") if f"({page.name}" not in index]
 
 
+def test_goals_have_the_names_of_the_presets():
+    presets = [path.read_text() for path in (ROOT / "conf" / "experiment").glob("*.yaml")]
+    names = {name for text in presets for name in re.findall(r"^# Goal: (.*)$", text, re.M)}
+    assert names <= set(re.findall(r"^## (.*)$", (ROOT / "docs" / "goals.md").read_text(), re.M))
+    assert len(names) > 4
+
+
 def test_each_promise_has_its_test():
     rows = re.findall(r"^\| .* \| `(.*)::(.*)` \|$", (ROOT / "tests" / "README.md").read_text(), re.M)
     assert len(rows) > 40
