@@ -1,4 +1,4 @@
-"""The figures of docs/quality.md are the recorded ones, and none is older than its settings."""
+"""The figures of docs/quality.md and of its study are the recorded ones, and none is older than its settings."""
 
 import importlib.util
 import re
@@ -10,20 +10,21 @@ import pytest
 from PIL import Image
 
 from benchmarks.labels import labelled
-from benchmarks.quality import PAGE, SECTIONS, outdated, read_records, written
+from benchmarks.quality import DOCS, PAGES, SECTIONS, outdated, read_records, written
 from benchmarks.shapes import runs
 
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
 
 
 def test_tables_and_images_are_those_of_the_sections():
-    assert written(TEXT) == TEXT, "run python benchmarks/quality.py"
-    markers = re.findall(r"^<!-- (?!end)(\w+) -->$", TEXT, re.M)
-    assert sorted(markers) == sorted(SECTIONS)
-    assert TEXT.count("<!-- end -->") == len(markers)
+    assert [written(text) for text in TEXTS] == TEXTS, "run python benchmarks/quality.py"
+    both = "\n".join(TEXTS)
+    markers = re.findall(r"^<!-- (?!end)(\w+) -->$", both, re.M)
+    assert sorted(markers) == sorted(SECTIONS), "each table is on one of the two pages"
+    assert both.count("<!-- end -->") == len(markers)
     images = {f"{name}.png" for name, section in SECTIONS.items() if section.image is not None}
-    assert images <= set(re.findall(r"\]\((\S+\.png)\)", TEXT))
-    assert all((PAGE.parent / image).is_file() for image in images)
+    assert images <= set(re.findall(r"[/(](\w+\.png)\)", both))
+    assert all((DOCS / image).is_file() for image in images)
     assert all(section.headers and section.labels for section in SECTIONS.values() if section.image is not None)
 
 

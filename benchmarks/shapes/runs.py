@@ -55,10 +55,10 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Section:
-    """A table of docs/quality.md, and perhaps its image.
+    """A table of docs/quality.md or benchmarks/quality.md, and perhaps its image.
 
     Attributes:
-        name: name of the markers in docs/quality.md, and of the records.
+        name: name of the markers in the page, and of the records.
         rows: overrides of train.py, and words without = that only `measure` knows, by the label of the row.
         measure: returns the figures of each seed from a row's overrides.
         columns: decimals by header.
