@@ -127,11 +127,14 @@ class DataPage:
         """Show what the folder in the form of the tab Start contains."""
         root = str(form.get("data.root", "")).strip()
         if not Path(root).expanduser().exists():
-            return page("found.html", elsewhere=root)
-        arguments = arguments_of(form)
-        data = [one for one in arguments if re.match(r"[+~]*data[.=]", one)]
-        choices = composed(*read_values(arguments, "train")).hydra.runtime.choices
-        key = self._scan([f"model={choices.model}", *data])
+            return page("found.html", problem=root and "This machine has no such file or folder.")
+        try:
+            arguments = arguments_of(form)
+            data = [one for one in arguments if re.match(r"[+~]*data[.=]", one)]
+            choices = composed(*read_values(arguments, "train")).hydra.runtime.choices
+            key = self._scan([f"model={choices.model}", *data])
+        except UserError as error:  # while images are still being uploaded
+            return page("found.html", problem=str(error))
         captions = {name: caption_of(one)[0] for name, one in self.sets[key]["samples"].items()}
         return page("found.html", key=key, captions=captions, images_of=images_of, **self.sets[key])
 

@@ -65,7 +65,7 @@ class Plans:
         return key
 
     def state(self, key: str) -> dict[str, Any]:
-        """Return a dry run's rows and notes, or its mistake; of one that runs, its last line and the seconds it takes."""
+        """Return a dry run's rows and notes, or its mistake; of a running one, its last line and its seconds."""
         started, printed = self._read(self.folder / f"{key}.txt")
         if self._is_running(key):
             lines = printed.split("\n")[:-1] or ["starting"]

@@ -43,7 +43,7 @@ GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
 
 
 # Headings of the form by the first part of a key; all other settings are for experts.
-HEADINGS = {
+SECTIONS = {
     "Data": ("data",),
     "Adapter": ("adapter",),
     "Training": ("objective", "optimizer", "scheduler", "trainer", "ema", "early_stopping", "seed", "monitor"),
@@ -71,7 +71,7 @@ def fields() -> dict[str, Setting]:
 def heading_of(key: str) -> str:
     """Return the heading below which the form has a setting or a group."""
     start = re.split("[./]", key)[0]
-    return next((heading for heading, starts in HEADINGS.items() if start in starts), "Expert")
+    return next((heading for heading, starts in SECTIONS.items() if start in starts), "Expert")
 
 
 @cache
@@ -234,7 +234,7 @@ class StartPage:
             card=card(),
             formats=FORMATS,
             fields=shown,
-            headings=[*HEADINGS, "Expert"],
+            headings=[*SECTIONS, "Expert"],
             heading_of=heading_of,
             queue={run: without_credentials(shlex.join(one)) for run, one in self.jobs.waiting().items()},
             failed=self.jobs.failed,
