@@ -9,10 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from foundation.errors import printable
 from foundation.files import read_bytes, reading, reason, remove_temporary, replacing
 
 log = logging.getLogger("retouch")
 
+# Bytes of a note at most.
+LONGEST_NOTE = 2**16
 # Files that request a running run to save, sample or stop, in the folder `requests`.
 REQUESTS = ("save", "sample", "stop")
 
@@ -54,7 +57,8 @@ class RunFolder:
         metrics: table with a row for each optimizer step.
         validation: table with a row for each set of sample images.
         grid: control, before, after and target.
-        log: output of a command that the page of studio.py started.
+        log: output of its commands.
+        note: a person's words on the run and its star, from the page of studio.py.
         active_ranks: histogram of the ranks of a T-LoRA.
         requests: folder of the files of `REQUESTS`; exists while the run trains.
     """
@@ -71,6 +75,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.grid = self.path / "grid.png"
         self.log = self.path / "log.txt"
+        self.note = self.path / "note.json"
         self.active_ranks = self.path / "active_ranks.png"
         self.requests = self.path / "requests"
         # A mark that exists during a save, and after one that has failed.
@@ -120,6 +125,16 @@ class RunFolder:
         """Return the folders of weights by step, without the second ones of an EMA (step-000100-raw)."""
         return _by_step(self.path.glob(f"{kind}/step-*"))
 
+    def lora_files(self) -> dict[str, Path]:
+        """Return the last and the best LoRA file, and the exported one; without links to elsewhere."""
+        found = {}
+        for name, place in {"last": "*/last", "best": "*/best", "export": "export"}.items():
+            files = [one for one in self.path.glob(f"{place}/[!.]*.safetensors") if one.is_file()]
+            files = [one for one in files if one.resolve().is_relative_to(self.path.resolve())]
+            if files and (name == "export" or len(files) == 1):  # a whole transformer may have several
+                found[name] = max(files, key=lambda one: one.stat().st_mtime)
+        return found
+
     def samples_of(self, step: int) -> Path:
         """Return the folder of the sample images of one step."""
         return self.samples / f"step-{step:06d}"
@@ -141,6 +156,19 @@ class RunFolder:
             for name in REQUESTS:
                 (self.requests / name).unlink(missing_ok=True)
             self.requests.rmdir()
+
+    def read_note(self) -> tuple[str, bool]:
+        """Return a person's words on the run, and whether it has a star."""
+        if not self.note.is_file():
+            return "", False
+        with reading(self.note, "remove it"):
+            content = json.loads(read_bytes(self.note, LONGEST_NOTE))
+            return printable(str(content["text"]), "\n"), content["star"] is True
+
+    def write_note(self, text: str, star: bool) -> None:
+        """Write what `read_note` returns."""
+        with replacing(self.note) as temporary:
+            temporary.write_text(json.dumps({"text": text[: LONGEST_NOTE // 8], "star": star}) + "\n", encoding="utf-8")
 
     def files(self) -> dict[str, list[int]]:
         """Return the size and time of each file by its path, without requests, links, hidden or unprintable names."""

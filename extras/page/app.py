@@ -26,6 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from extras.page.answers import HERE, entry, mistake
 from extras.page.data import DataPage
 from extras.page.jobs import Jobs
+from extras.page.keeping import KeepPage
 from extras.page.runs import RunsPage, Shelf
 from extras.page.start import StartPage
 from extras.page.tryout import TryPage
@@ -156,6 +157,7 @@ def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard
         Route("/", lambda request: RedirectResponse("/runs")),
         Route("/static", lambda request: FileResponse(entry(STATIC, request.query_params.get("file")))),
         *RunsPage(shelf, jobs).routes(),
+        *KeepPage(shelf, jobs).routes(),
         *tries.routes(),
         *DataPage(shelf, jobs).routes(),
         *StartPage(shelf, jobs).routes(),

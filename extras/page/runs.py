@@ -1,14 +1,15 @@
 """The tab Runs: the runs below outputs/, one of them, several compared, and buttons that act on a running one."""
 
 import io
-import math
 import os
+import re
 import shlex
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,15 @@ from cli.arguments import require_own
 from cli.resuming import OF_A_START
 from extras.page.answers import page, post
 from extras.page.jobs import Jobs, user_of
-from foundation.errors import UserError, listing, printable
+from extras.page.progress import advice, memory, monitored, time_left
+from foundation.errors import UserError, listing, printable, without_credentials
 from foundation.files import read_bytes, reading, reason
 from foundation.locks import LOCK
 from foundation.settings import flat_settings
 from report.images import opened_png, read_strip, sample_files, sample_rows
 from report.quoting import program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
-from runs.config_file import read_config, resolvable
+from runs.config_file import MOST_BYTES, read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder
 
 # Figures of the list by their columns.
@@ -72,10 +74,21 @@ class Shelf:
             raise HTTPException(404, f"there is no {printable(name)} here. Reload the page.")
         return RunFolder(folder)
 
-    def newest(self) -> list[str]:
-        """Return the names of all runs, those that run and then the newest first; their files are not read."""
-        started = {name: (state_of(run) == "running", _started(run)) for name, run in self.runs().items()}
-        return sorted(started, key=started.__getitem__, reverse=True)
+    def found(self, search: str = "", sort: str = "") -> list[str]:
+        """Return the names of the runs with all these words in name, model, note or state.
+
+        Args:
+            sort: one of `SORTS`, after a - downwards; else those that run come first, then the newest.
+        """
+        runs, words = self.runs(), search.lower().split()
+        if words:
+            texts = {name: f"{name} {_text(run)}".lower() for name, run in runs.items()}
+            runs = {name: run for name, run in runs.items() if all(word in texts[name] for word in words)}
+        usual = lambda name: (state_of(runs[name]) == "running", _started(runs[name]))  # noqa: E731
+        names = sorted(runs, key=usual, reverse=True)
+        if (column := sort.removeprefix("-")) in SORTS:
+            names.sort(key=lambda name: SORTS[column](name, runs[name]), reverse=sort != column)
+        return names
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -88,10 +101,49 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.yaml", "log.txt"))
 
 
-def _started(run: RunFolder) -> float:
+def _time(path: Path) -> float:
     with suppress(OSError):
-        return (run.config if run.config.is_file() else run.path).stat().st_mtime
+        return path.stat().st_mtime
     return 0.0
+
+
+def _started(run: RunFolder) -> float:
+    return _time(run.config if run.config.is_file() else run.path)
+
+
+def _text(run: RunFolder) -> str:
+    """Return the words by which a run is found, besides its name; without those of damaged files."""
+    words = [state_of(run), _model(run)]
+    with suppress(UserError):
+        note, star = run.read_note()
+        words += [note, "starred" if star else ""]
+    return " ".join(words)
+
+
+def _model(run: RunFolder) -> str:
+    """Return the name of a run's model; the rest of its config.yaml is not parsed."""
+    with suppress(OSError, ValueError):
+        if found := re.search(rb"^model_name: (.+)$", read_bytes(run.config, MOST_BYTES), re.MULTILINE):
+            return found[1].decode()
+    return ""
+
+
+def _last(run: RunFolder, column: str) -> float:
+    """Return a figure of a run's last step, 0 without one."""
+    with suppress(OSError, ValueError, KeyError):
+        return float(last_metrics(run.metrics)[column])
+    return 0.0
+
+
+# Columns of the list by which it is sorted.
+SORTS: dict[str, Callable[[str, RunFolder], Any]] = {
+    "run": lambda name, run: name,
+    "date": lambda name, run: _started(run),
+    "duration": lambda name, run: _last(run, "seconds"),
+    "state": lambda name, run: state_of(run),
+    "step": lambda name, run: _last(run, "step"),
+    "model": lambda name, run: _model(run),
+}
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
@@ -105,9 +157,9 @@ def _settings(path: Path, modified: int) -> dict[str, Any]:
 
 
 @lru_cache(1000)
-def _max_steps(path: Path, modified: int) -> Any:
-    """Return the steps of a run, which may refer to another setting."""
-    return OmegaConf.select(OmegaConf.create(resolvable(path)), "trainer.max_steps", throw_on_resolution_failure=False)
+def resolved(path: Path, modified: int, key: str) -> Any:
+    """Return a setting in a config.yaml of that time, which may refer to another one."""
+    return OmegaConf.select(OmegaConf.create(resolvable(path)), key, throw_on_resolution_failure=False)
 
 
 def state_of(run: RunFolder) -> str:
@@ -122,7 +174,8 @@ def state_of(run: RunFolder) -> str:
 def summarize(name: str, run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list; in a damaged run's, the reason replaces the model."""
     row: dict[str, Any] = {"name": name, "state": "failed", "step": "0", "max_steps": None, "figures": {}}
-    row |= {"model": "", "thumb": ""}
+    row |= {"model": "", "thumb": "", "note": "", "star": False, "duration": ""}
+    row["date"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(_started(run)))
     try:
         with reading(run.path, "repair or remove it"):
             row |= {"state": state_of(run), "thumb": _thumb(run)}
@@ -130,11 +183,14 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
             row["step"], row["model"] = last.get("step", "0"), settings.get("model_name", "")
             row["max_steps"] = settings.get("trainer", {}).get("max_steps")
             if isinstance(row["max_steps"], str):
-                row["max_steps"] = _max_steps(run.config, run.config.stat().st_mtime_ns)
+                row["max_steps"] = resolved(run.config, run.config.stat().st_mtime_ns, "trainer.max_steps")
             row["figures"] = {shown: float(last[key]) for shown, key in FIGURES.items() if key in last}
             if measured := read_validation(run.validation):
-                monitor = settings.get("monitor") or ("psnr" if "psnr" in measured[-1] else "val_loss")
-                row["figures"][monitor] = measured[-1].get(monitor, math.nan)
+                monitor = monitored(settings, measured[-1])
+                row["figures"][monitor] = measured[-1][monitor]
+            if "seconds" in last:
+                row["duration"] = str(timedelta(seconds=round(float(last["seconds"]))))
+            row["note"], row["star"] = run.read_note()
     except (UserError, OmegaConfBaseException) as error:
         row["model"] = reason(error)
     return row
@@ -216,11 +272,16 @@ class RunsPage:
 
     def show_all(self, request: Request) -> Response:
         """Show the list."""
-        asked = request.query_params.get("first", "0")
-        first = int(asked) if asked.isdecimal() else 0
-        names = self.shelf.newest()
+        asked = {name: request.query_params.get(name, "")[:200] for name in ("search", "sort", "first")}
+        first = int(asked["first"]) if asked["first"].isdecimal() else 0
+        names = self.shelf.found(asked["search"], asked["sort"])
         found = [summarize(name, self.shelf.get(name)) for name in names[first : first + LISTED]]
-        return page("runs.html", tab="runs", runs=found, count=len(names), first=first, listed=LISTED)
+        queue: dict[str, str] = {}
+        with suppress(UserError):  # a damaged queue, which Start shows
+            queue = {name: without_credentials(shlex.join(one)) for name, one in self.jobs.waiting().items()}
+        values: dict[str, Any] = {"runs": found, "count": len(names), "first": first, "listed": LISTED, "asked": asked}
+        values |= {"queue": queue, "failed": self.jobs.failed, "columns": SORTS, "urlencode": urlencode}
+        return page("runs.html", tab="runs", **values)
 
     def show(self, request: Request) -> Response:
         """Show a run."""
@@ -229,16 +290,26 @@ class RunsPage:
         with reading(run.path, "repair or remove it"):
             metrics, validation = read_metrics(run.metrics), read_validation(run.validation)
             (steps, rows), summary = _sample_rows(name, run), summarize(name, run)
+            job = RunFolder(run.path / "export")
+            owner, log = user_of(run.path) if summary["state"] == "running" else None, tail(run.log)
+            loads = owner is not None and not (metrics and _time(run.metrics) > _time(run.path / LOCK))
+            left = None if loads or not owner else time_left(metrics, summary["max_steps"], _time(run.metrics))
             return page(
                 "run.html",
                 tab="runs",
                 run=summary,
-                numbers=headline(metrics, validation),
+                numbers=[*headline(metrics, validation), *(memory(owner.pid) if owner and owner.is_here else ())],
+                doing=(log.strip().splitlines() or ["starting"])[-1] if loads else "",
+                left=left,
+                advice=advice(settings_of(run), metrics, validation),
                 curves=curves(metrics, validation) if metrics else [],
                 rows=rows,
                 steps=steps,
-                log=tail(run.log),
+                log=log,
                 trains=run.requests.is_dir(),
+                files=run.lora_files(),
+                export=tail(job.log).strip().rpartition("\n")[2],
+                exports=user_of(job.path) is not None,
                 asked=[one for one in REQUESTS if (run.requests / one).exists()],
                 config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
                 report=run.report.is_file(),
