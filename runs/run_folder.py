@@ -9,13 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from foundation.errors import printable
 from foundation.files import read_bytes, reading, reason, remove_temporary, replacing
 
 log = logging.getLogger("retouch")
 
-# Bytes of a note at most.
-LONGEST_NOTE = 2**16
 # Files that request a running run to save, sample or stop, in the folder `requests`.
 REQUESTS = ("save", "sample", "stop")
 
@@ -58,7 +55,7 @@ class RunFolder:
         validation: table with a row for each set of sample images.
         grid: control, before, after and target.
         log: output of its commands.
-        note: a person's words on the run and its star, from the page of studio.py.
+        note: a person's words on the run, after a star if it has one.
         active_ranks: histogram of the ranks of a T-LoRA.
         requests: folder of the files of `REQUESTS`; exists while the run trains.
     """
@@ -75,7 +72,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.grid = self.path / "grid.png"
         self.log = self.path / "log.txt"
-        self.note = self.path / "note.json"
+        self.note = self.path / "note.txt"
         self.active_ranks = self.path / "active_ranks.png"
         self.requests = self.path / "requests"
         # A mark that exists during a save, and after one that has failed.
@@ -126,13 +123,12 @@ class RunFolder:
         return _by_step(self.path.glob(f"{kind}/step-*"))
 
     def lora_files(self) -> dict[str, Path]:
-        """Return the last and the best LoRA file, and the exported one; without links to elsewhere."""
+        """Return the LoRA files in `last`, `best` and, of the newest export, `export`; without links to elsewhere."""
         found = {}
-        for name, place in {"last": "*/last", "best": "*/best", "export": "export"}.items():
-            files = [one for one in self.path.glob(f"{place}/[!.]*.safetensors") if one.is_file()]
-            files = [one for one in files if one.resolve().is_relative_to(self.path.resolve())]
-            if files and (name == "export" or len(files) == 1):  # a whole transformer may have several
-                found[name] = max(files, key=lambda one: one.stat().st_mtime)
+        for place in ("*/last", "*/best", "export"):
+            for path in sorted(self.path.glob(f"{place}/[!.]*.safetensors"), key=lambda path: path.lstat().st_mtime):
+                if path.resolve().is_relative_to(self.path.resolve()) and "-of-" not in path.name:  # a transformer's
+                    found[path.parent.name] = path
         return found
 
     def samples_of(self, step: int) -> Path:
@@ -156,19 +152,6 @@ class RunFolder:
             for name in REQUESTS:
                 (self.requests / name).unlink(missing_ok=True)
             self.requests.rmdir()
-
-    def read_note(self) -> tuple[str, bool]:
-        """Return a person's words on the run, and whether it has a star."""
-        if not self.note.is_file():
-            return "", False
-        with reading(self.note, "remove it"):
-            content = json.loads(read_bytes(self.note, LONGEST_NOTE))
-            return printable(str(content["text"]), "\n"), content["star"] is True
-
-    def write_note(self, text: str, star: bool) -> None:
-        """Write what `read_note` returns."""
-        with replacing(self.note) as temporary:
-            temporary.write_text(json.dumps({"text": text[: LONGEST_NOTE // 8], "star": star}) + "\n", encoding="utf-8")
 
     def files(self) -> dict[str, list[int]]:
         """Return the size and time of each file by its path, without requests, links, hidden or unprintable names."""

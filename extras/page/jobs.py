@@ -64,7 +64,9 @@ class Jobs:
     def start(self, arguments: Sequence[str], run: RunFolder, script: str = "train") -> None:
         """Start train.py, or predict.py, with its output in the run's log; it counts as running at once."""
         self._started = [process for process in self._started if process.poll() is None]  # no zombies
-        with self.unused(run.path):
+        with self._one_thread:
+            if _is_used(run.path):
+                raise UserError(f"{run} is in use by another command. Wait until it ends.")
             run.path.mkdir(parents=True, exist_ok=True)
             with open_own(run.log) as log, open_own(run.path / LOCK) as lock:
                 lock.write(lock_content(os.getpid()))
@@ -83,15 +85,6 @@ class Jobs:
                 lock.truncate(0)
                 lock.write(lock_content(process.pid))
         self._started.append(process)
-
-    @contextmanager
-    def unused(self, *folders: Path) -> Iterator[None]:
-        """Temporarily start nothing; raise a UserError if a command uses one of the folders."""
-        with self._one_thread:
-            for folder in folders:
-                if _is_used(folder):
-                    raise UserError(f"{folder} is in use by another command. Wait until it ends.")
-            yield
 
     def waiting(self) -> dict[str, list[str]]:
         """Return the arguments of train.py in the queue by the run's folder."""

@@ -1,8 +1,7 @@
 """Changes to a run's folder by a person: note, star, name, removal; and the files of its LoRA to take away."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from urllib.parse import urlencode
 
 from omegaconf.errors import OmegaConfBaseException
@@ -13,13 +12,14 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
 from extras.page.answers import entry, page, post
-from extras.page.jobs import Jobs, run_below
-from extras.page.runs import Shelf, resolved, state_of
-from foundation.errors import UserError, printable
-from foundation.files import reason
+from extras.page.jobs import Jobs, run_below, user_of
+from extras.page.runs import Shelf, resolved, state_of, tail
+from foundation.errors import UserError, count_of, printable
+from foundation.files import replacing
 from runs.run_folder import RunFolder
 
-# Ends of the names under which files of a LoRA are saved.
+# Letters of a note, and ends of the names under which files of a LoRA are saved.
+LONGEST_NOTE = 5000
 ENDS_OF_NAMES = {"last": "", "best": "_best", "export": "_comfyui"}
 
 
@@ -41,67 +41,59 @@ class KeepPage:
         return FileResponse(path, filename=f"{name.replace('/', '_')}{ENDS_OF_NAMES[which]}.safetensors")
 
     def note(self, request: Request, form: FormData) -> Response:
-        """Save the note or the star of a run."""
+        """Save the note of a run, or begin it with a star or without."""
         run = self.shelf.get(str(form.get("run")))
-        text, star = run.read_note()
-        run.write_note(str(form.get("note", text)), form.get("star", str(star)) == "True")
+        text = str(form.get("note", tail(run.note)))[:LONGEST_NOTE]
+        if "star" in form:
+            text = str(form["star"]) + text.lstrip("★ ")
+        with replacing(run.note) as temporary:
+            temporary.write_text(text, encoding="utf-8")
         return HTMLResponse("", headers={"hx-trigger": "changed"})
 
     def rename(self, request: Request, form: FormData) -> Response:
         """Rename a run's folder."""
-        run, name = self.shelf.get(str(form.get("run"))), str(form.get("name", "")).strip()
+        run, name = self._unused(form), str(form.get("name", "")).strip()
         if not name or name.startswith(".") or {*name} & {*"/\\"}:
             raise UserError(
                 f"name={printable(name)}: this is no name of a folder. Leave out /, and a dot at its start."
             )
-        with self._changing(run):
-            new = run_below(self.shelf.outputs, str(run.path.with_name(name)))
-            if new.path.exists():
-                raise UserError(f"{new} exists. Choose another name.")
-            run.path.rename(new.path)
-        return self._show(f"/run?{urlencode({'run': new.path.relative_to(self.shelf.outputs).as_posix()})}")
+        if (new := run_below(self.shelf.outputs, str(run.path.with_name(name)))).path.exists():
+            raise UserError(f"{new} exists. Choose another name.")
+        run.path.rename(new.path)
+        shown = urlencode({"run": new.path.relative_to(self.shelf.outputs).as_posix()})
+        return HTMLResponse("", headers={"hx-redirect": f"/run?{shown}"})
 
     def delete(self, request: Request, form: FormData) -> Response:
         """Ask whether to delete a run, or delete it; links are removed, not followed."""
-        run = self.shelf.get(name := str(form.get("run")))
-        sizes = [] if run.path.is_symlink() else [size for size, _ in run.files().values()]
+        run = self._unused(form)
         if not form.get("sure"):
-            return page("delete.html", run=name, folder=run, count=len(sizes), size=decimal(sum(sizes)))
-        with self._changing(run):
-            if run.path.is_symlink():
-                run.path.unlink()
-            else:
-                shutil.rmtree(run.path)
-        return self._show("/runs")
+            sizes = [] if run.path.is_symlink() else [size for size, _ in run.files().values()]
+            frees = f"{decimal(sum(sizes))}, {count_of(len(sizes), 'files')}" if sizes else ""
+            return page("delete.html", run=form["run"], folder=run, frees=frees)
+        if run.path.is_symlink():
+            run.path.unlink()
+        else:
+            shutil.rmtree(run.path)
+        return HTMLResponse("", headers={"hx-redirect": "/runs"})
 
-    @contextmanager
-    def _changing(self, run: RunFolder) -> Iterator[None]:
-        """Temporarily keep commands out of a run that is below the folder of runs itself, not below a link in it."""
-        if run.path.parent.resolve() not in (top := self.shelf.outputs.resolve(), top / run.path.parent.name):
-            raise UserError(f"{run} is not below {self.shelf.outputs}/ but behind a link. Change it where it is.")
-        if state_of(run) == "running":
-            raise UserError(f"{run} is running. Wait until it ends.")
-        try:
-            with self.jobs.unused(run.path, run.path / "export"):
-                yield
-        except OSError as error:
-            raise UserError(f"cannot change {run}: {reason(error)}") from error
-
-    @staticmethod
-    def _show(address: str) -> Response:
-        return HTMLResponse("", headers={"hx-redirect": address})
+    def _unused(self, form: FormData) -> RunFolder:
+        """Return the run of a form; raise a UserError if a command uses it, or if it is below a link."""
+        run = self.shelf.get(str(form.get("run")))
+        if state_of(run) == "running" or user_of(run.path / "export"):
+            raise UserError(f"{run} is in use by a command. Wait until it ends.")
+        if run.path.parent != self.shelf.outputs and run.path.parent.is_symlink():
+            raise UserError(f"{run.path.parent} is a link. Change its runs where they are.")
+        return run
 
     def export(self, request: Request, form: FormData) -> Response:
         """Write the last LoRA for ComfyUI, of a T-LoRA with its full rank."""
         run, rank = self.shelf.get(str(form.get("run"))), []
         if "last" not in run.lora_files():
             raise UserError(f"{run} has no LoRA yet")
-        with suppress(OSError, OmegaConfBaseException):  # without settings it is a plain LoRA
-            kind, most = (
-                resolved(run.config, run.config.stat().st_mtime_ns, f"adapter.{key}")
-                for key in ("rank_schedule", "rank")
-            )
-            rank = [f"rank={most:d}"] if kind not in (None, "constant") else []
+        with suppress(OSError, OmegaConfBaseException):  # without its settings it is a plain LoRA
+            settings = (run.config, run.config.stat().st_mtime_ns)
+            if resolved(*settings, "adapter.rank_schedule") not in (None, "constant"):
+                rank = [f"rank={resolved(*settings, 'adapter.rank')}"]
         job = RunFolder(run.path / "export")
         more = [f"lora={run}", "format=comfyui", "overwrite=true", *rank, f"output_dir={job}"]
         self.jobs.start(["task=export", *more], job, "predict")

@@ -27,18 +27,18 @@ def time_left(metrics: Sequence[Mapping[str, str]], max_steps: Any, written: flo
         return None
     first, last = metrics[min(len(metrics) // 2, len(metrics) - 2)], metrics[-1]
     pace = (float(last["seconds"]) - float(first["seconds"])) / (int(last["step"]) - int(first["step"]))
-    end, now = written + pace * (max_steps - int(last["step"])), time.time()
-    is_today = time.localtime(end)[:3] == time.localtime(now)[:3]
-    shown = time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", time.localtime(end))
-    return {"left": str(timedelta(seconds=max(0, round(end - now)))), "end": shown}
+    end = max(time.time(), written + pace * (max_steps - int(last["step"])))
+    shown = time.strftime("%a %H:%M", time.localtime(end))
+    return {"left": str(timedelta(seconds=round(end - time.time()))), "end": shown}
 
 
 def memory(pid: int) -> list[tuple[str, str]]:
     """Return names and values of the memory in use: of this process, the machine, and each card if pynvml is there."""
     machine, rows = psutil.virtual_memory(), []
-    with suppress(psutil.Error):
-        rows.append(("GB of memory now", f"{psutil.Process(pid).memory_info().rss / 1e9:.2f}"))
-    rows.append((f"of {machine.total / 1e9:.0f} GB of the machine", f"{(machine.total - machine.available) / 1e9:.1f}"))
+    with suppress(psutil.Error):  # it has just ended
+        rows.append(("GB of memory, this run", f"{psutil.Process(pid).memory_info().rss / 1e9:.2f}"))
+    used = machine.total - machine.available
+    rows.append(("GB of memory, the machine", f"{used / 1e9:.1f} of {machine.total / 1e9:.0f}"))
     with suppress(ImportError):
         import pynvml
 
@@ -46,7 +46,7 @@ def memory(pid: int) -> list[tuple[str, str]]:
             pynvml.nvmlInit()
             for index in range(pynvml.nvmlDeviceGetCount()):
                 card = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
-                rows.append((f"of {card.total / 1e9:.0f} GB of card {index}", f"{card.used / 1e9:.1f}"))
+                rows.append((f"GB of card {index}", f"{card.used / 1e9:.1f} of {card.total / 1e9:.0f}"))
     return rows
 
 

@@ -28,14 +28,14 @@ from cli.resuming import OF_A_START
 from extras.page.answers import page, post
 from extras.page.jobs import Jobs, user_of
 from extras.page.progress import advice, memory, monitored, time_left
-from foundation.errors import UserError, listing, printable, without_credentials
-from foundation.files import read_bytes, reading, reason
+from foundation.errors import UserError, listing, printable
+from foundation.files import read_bytes, reading, reason, require_file
 from foundation.locks import LOCK
 from foundation.settings import flat_settings
 from report.images import opened_png, read_strip, sample_files, sample_rows
 from report.quoting import program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
-from runs.config_file import MOST_BYTES, read_config, resolvable
+from runs.config_file import read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder
 
 # Figures of the list by their columns.
@@ -80,12 +80,14 @@ class Shelf:
         Args:
             sort: one of `SORTS`, after a - downwards; else those that run come first, then the newest.
         """
-        runs, words = self.runs(), search.lower().split()
-        if words:
-            texts = {name: f"{name} {_text(run)}".lower() for name, run in runs.items()}
-            runs = {name: run for name, run in runs.items() if all(word in texts[name] for word in words)}
+        runs = self.runs()
         usual = lambda name: (state_of(runs[name]) == "running", _started(runs[name]))  # noqa: E731
         names = sorted(runs, key=usual, reverse=True)
+        if words := search.lower().split():
+            texts = {
+                name: f"{name} {_model(run)} {tail(run.note)} {state_of(run)}".lower() for name, run in runs.items()
+            }
+            names = [name for name in names if all(word in texts[name] for word in words)]
         if (column := sort.removeprefix("-")) in SORTS:
             names.sort(key=lambda name: SORTS[column](name, runs[name]), reverse=sort != column)
         return names
@@ -111,21 +113,10 @@ def _started(run: RunFolder) -> float:
     return _time(run.config if run.config.is_file() else run.path)
 
 
-def _text(run: RunFolder) -> str:
-    """Return the words by which a run is found, besides its name; without those of damaged files."""
-    words = [state_of(run), _model(run)]
-    with suppress(UserError):
-        note, star = run.read_note()
-        words += [note, "starred" if star else ""]
-    return " ".join(words)
-
-
 def _model(run: RunFolder) -> str:
     """Return the name of a run's model; the rest of its config.yaml is not parsed."""
-    with suppress(OSError, ValueError):
-        if found := re.search(rb"^model_name: (.+)$", read_bytes(run.config, MOST_BYTES), re.MULTILINE):
-            return found[1].decode()
-    return ""
+    found = re.search("^model_name: (.+)$", tail(run.config), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _last(run: RunFolder, column: str) -> float:
@@ -174,7 +165,7 @@ def state_of(run: RunFolder) -> str:
 def summarize(name: str, run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list; in a damaged run's, the reason replaces the model."""
     row: dict[str, Any] = {"name": name, "state": "failed", "step": "0", "max_steps": None, "figures": {}}
-    row |= {"model": "", "thumb": "", "note": "", "star": False, "duration": ""}
+    row |= {"model": "", "thumb": "", "duration": "", "note": tail(run.note)}
     row["date"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(_started(run)))
     try:
         with reading(run.path, "repair or remove it"):
@@ -190,7 +181,6 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
                 row["figures"][monitor] = measured[-1][monitor]
             if "seconds" in last:
                 row["duration"] = str(timedelta(seconds=round(float(last["seconds"]))))
-            row["note"], row["star"] = run.read_note()
     except (UserError, OmegaConfBaseException) as error:
         row["model"] = reason(error)
     return row
@@ -208,12 +198,18 @@ def _sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, A
 
 
 def tail(path: Path) -> str:
-    """Return the end of a log, "" without one."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG))
-        return file.read().decode(errors="replace")
+    """Return the end of a file's text, "" without one."""
+    with suppress(OSError):
+        require_file(path)
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG))
+            return file.read().decode(errors="replace")
+    return ""
+
+
+def _last_words(log: str) -> str:
+    """Return the last line of a log that is no part of a box."""
+    return next((line for line in reversed(log.splitlines()) if line[:1].isalnum()), "starting")
 
 
 def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
@@ -276,9 +272,9 @@ class RunsPage:
         first = int(asked["first"]) if asked["first"].isdecimal() else 0
         names = self.shelf.found(asked["search"], asked["sort"])
         found = [summarize(name, self.shelf.get(name)) for name in names[first : first + LISTED]]
-        queue: dict[str, str] = {}
+        queue: list[str] = []
         with suppress(UserError):  # a damaged queue, which Start shows
-            queue = {name: without_credentials(shlex.join(one)) for name, one in self.jobs.waiting().items()}
+            queue = [one for one in self.jobs.waiting() if asked["search"].lower() in f"{one} queued".lower()]
         values: dict[str, Any] = {"runs": found, "count": len(names), "first": first, "listed": LISTED, "asked": asked}
         values |= {"queue": queue, "failed": self.jobs.failed, "columns": SORTS, "urlencode": urlencode}
         return page("runs.html", tab="runs", **values)
@@ -299,7 +295,7 @@ class RunsPage:
                 tab="runs",
                 run=summary,
                 numbers=[*headline(metrics, validation), *(memory(owner.pid) if owner and owner.is_here else ())],
-                doing=(log.strip().splitlines() or ["starting"])[-1] if loads else "",
+                doing=_last_words(log) if loads else "",
                 left=left,
                 advice=advice(settings_of(run), metrics, validation),
                 curves=curves(metrics, validation) if metrics else [],
@@ -308,7 +304,7 @@ class RunsPage:
                 log=log,
                 trains=run.requests.is_dir(),
                 files=run.lora_files(),
-                export=tail(job.log).strip().rpartition("\n")[2],
+                export=tail(job.log) and _last_words(tail(job.log)),
                 exports=user_of(job.path) is not None,
                 asked=[one for one in REQUESTS if (run.requests / one).exists()],
                 config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
