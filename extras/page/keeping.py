@@ -54,9 +54,7 @@ class KeepPage:
         """Rename a run's folder."""
         run, name = self._unused(form), str(form.get("name", "")).strip()
         if not name or name.startswith(".") or {*name} & {*"/\\"}:
-            raise UserError(
-                f"name={printable(name)}: this is no name of a folder. Leave out /, and a dot at its start."
-            )
+            raise UserError(f"{printable(name)!r} is no name of a folder. Leave out /, and a dot at its start.")
         if (new := run_below(self.shelf.outputs, str(run.path.with_name(name)))).path.exists():
             raise UserError(f"{new} exists. Choose another name.")
         run.path.rename(new.path)
@@ -91,9 +89,8 @@ class KeepPage:
         if "last" not in run.lora_files():
             raise UserError(f"{run} has no LoRA yet")
         with suppress(OSError, OmegaConfBaseException):  # without its settings it is a plain LoRA
-            settings = (run.config, run.config.stat().st_mtime_ns)
-            if resolved(*settings, "adapter.rank_schedule") not in (None, "constant"):
-                rank = [f"rank={resolved(*settings, 'adapter.rank')}"]
+            kind, most = (resolved(run.config, f"adapter.{key}") for key in ("rank_schedule", "rank"))
+            rank = [f"rank={most}"] if kind not in (None, "constant") and isinstance(most, int) else []
         job = RunFolder(run.path / "export")
         more = [f"lora={run}", "format=comfyui", "overwrite=true", *rank, f"output_dir={job}"]
         self.jobs.start(["task=export", *more], job, "predict")

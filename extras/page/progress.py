@@ -17,12 +17,7 @@ LESS_IS_BETTER = re.compile(r"val_loss.*|lpips|shift|drift|colour_shift")
 
 
 def time_left(metrics: Sequence[Mapping[str, str]], max_steps: Any, written: float) -> dict[str, str] | None:
-    """Return the time left and the time of the end, by the pace of the second half of the steps; None if unknown.
-
-    Args:
-        metrics: rows of metrics.csv, whose seconds do not count the time between a stop and its resumption.
-        written: time of the last row.
-    """
+    """Return the time left and the end, given the time of the last row: by the pace of the second half of the steps."""
     if len(metrics) < 2 or not isinstance(max_steps, int):
         return None
     first, last = metrics[min(len(metrics) // 2, len(metrics) - 2)], metrics[-1]

@@ -75,19 +75,13 @@ class Shelf:
         return RunFolder(folder)
 
     def found(self, search: str = "", sort: str = "") -> list[str]:
-        """Return the names of the runs with all these words in name, model, note or state.
-
-        Args:
-            sort: one of `SORTS`, after a - downwards; else those that run come first, then the newest.
-        """
+        """Return the names of runs with these words; those that run, then the newest first, or sorted by -COLUMN."""
         runs = self.runs()
         usual = lambda name: (state_of(runs[name]) == "running", _started(runs[name]))  # noqa: E731
         names = sorted(runs, key=usual, reverse=True)
         if words := search.lower().split():
-            texts = {
-                name: f"{name} {_model(run)} {tail(run.note)} {state_of(run)}".lower() for name, run in runs.items()
-            }
-            names = [name for name in names if all(word in texts[name] for word in words)]
+            texts = {name: f"{name} {_model(run)} {tail(run.note)} {state_of(run)}" for name, run in runs.items()}
+            names = [name for name in names if all(word in texts[name].lower() for word in words)]
         if (column := sort.removeprefix("-")) in SORTS:
             names.sort(key=lambda name: SORTS[column](name, runs[name]), reverse=sort != column)
         return names
@@ -147,9 +141,13 @@ def _settings(path: Path, modified: int) -> dict[str, Any]:
     return read_config(path)
 
 
+def resolved(path: Path, key: str) -> Any:
+    """Return a setting in a config.yaml, which may refer to another one."""
+    return _resolved(path, path.stat().st_mtime_ns, key)
+
+
 @lru_cache(1000)
-def resolved(path: Path, modified: int, key: str) -> Any:
-    """Return a setting in a config.yaml of that time, which may refer to another one."""
+def _resolved(path: Path, modified: int, key: str) -> Any:
     return OmegaConf.select(OmegaConf.create(resolvable(path)), key, throw_on_resolution_failure=False)
 
 
@@ -174,7 +172,7 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
             row["step"], row["model"] = last.get("step", "0"), settings.get("model_name", "")
             row["max_steps"] = settings.get("trainer", {}).get("max_steps")
             if isinstance(row["max_steps"], str):
-                row["max_steps"] = resolved(run.config, run.config.stat().st_mtime_ns, "trainer.max_steps")
+                row["max_steps"] = resolved(run.config, "trainer.max_steps")
             row["figures"] = {shown: float(last[key]) for shown, key in FIGURES.items() if key in last}
             if measured := read_validation(run.validation):
                 monitor = monitored(settings, measured[-1])
