@@ -254,13 +254,14 @@ def test_export_starts_a_command_and_keeps_the_full_rank_of_a_tlora(client, outp
     monkeypatch.setattr(Jobs, "start", lambda self, arguments, run, script: started.append((arguments, script)))
     assert "has no LoRA yet" in say(client, "/export", run="first")[1]
     tlora = {"adapter": {"rank_schedule": "timestep", "rank": "${model.recipe.rank}"}, "model": {"recipe": {"rank": 8}}}
-    for run in (Shelf(outputs).get("first"), write_run(outputs / "third", 4, "x", **tlora)):
+    harm = {"adapter": {"rank_schedule": "timestep", "rank": {"_target_": "os.getcwd"}}}
+    runs = {name: write_run(outputs / name, 4, "x", **more) for name, more in (("third", tlora), ("harm", harm))}
+    for run in (Shelf(outputs).get("first"), *runs.values()):
         (run.path / "lora/last").mkdir(parents=True)
         (run.path / "lora/last/pytorch_lora_weights.safetensors").touch()
         say(client, "/export", run=run.path.name)
     rest = ["format=comfyui", "overwrite=true"]
-    first, third = outputs / "first", outputs / "third"
     assert started == [
-        (["task=export", f"lora={first}", *rest, f"output_dir={first / 'export'}"], "predict"),
-        (["task=export", f"lora={third}", *rest, "rank=8", f"output_dir={third / 'export'}"], "predict"),
+        (["task=export", f"lora={outputs / name}", *rest, *rank, f"output_dir={outputs / name}/export"], "predict")
+        for name, rank in (("first", []), ("third", ["rank=8"]), ("harm", []))
     ]
