@@ -27,6 +27,7 @@ from extras.page.answers import HERE, entry, mistake
 from extras.page.data import DataPage
 from extras.page.folders import FoldersPage
 from extras.page.jobs import Jobs
+from extras.page.keeping import KeepPage
 from extras.page.runs import RunsPage, Shelf
 from extras.page.start import StartPage
 from extras.page.tryout import TryPage
@@ -157,6 +158,7 @@ def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard
         Route("/", lambda request: RedirectResponse("/runs")),
         Route("/static", lambda request: FileResponse(entry(STATIC, request.query_params.get("file")))),
         *RunsPage(shelf, jobs).routes(),
+        *KeepPage(shelf, jobs).routes(),
         *tries.routes(),
         *DataPage(shelf, jobs).routes(),
         *StartPage(shelf, jobs).routes(),
