@@ -199,16 +199,13 @@ def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Pa
 def compared_rows(runs: Mapping[str, tuple[Sequence[int], list[dict[str, Any]]]]) -> tuple[list[int], list[Any]]:
     """Return all steps of several runs, and a row for each sample: a column of results for each run.
 
-    A run that has no images of a step shows those of its last one before.
-
-    Args:
-        runs: steps and result of `sample_rows` by name.
+    A run that has no images of a step shows those of its last one before. Each has its steps and `sample_rows`.
     """
     steps = sorted({step for own, _ in runs.values() for step in own})
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for index, (run, (own, found)) in enumerate(runs.items()):
         for row in found:
-            shown = rows.setdefault((row["name"], row["prompt"]), {**row, "columns": [[] for _ in runs]})
+            shown = rows.setdefault((row["name"], row["prompt"]), row | {"columns": [[] for _ in runs]})
             results = {step: result for step, result in zip(own, row["columns"][0], strict=True) if result}
             at = [max((one for one in results if one <= step), default=None) for step in steps]
             shown["columns"][index] = [one is not None and (results[one][0], f"{run}, step {one}") for one in at]

@@ -12,8 +12,8 @@ from foundation.files import read_bytes, reading, replacing
 
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
-POINTS, TABLED = 2000, 50  # of a curve, and rows of its table, at most
-DIVERGED = 10  # times the usual values of a chart's lines: a line that goes beyond does not set the scale
+POINTS = 2000  # of a curve at most
+DIVERGED = 10  # times the usual reach of a chart's lines, beyond which a line does not set the scale
 MOST_BYTES, MOST_ROWS = 2**26, 300_000  # of a table that is read as a whole
 COLORS = "abcdef"
 
@@ -22,13 +22,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Line(NamedTuple):
-    """A column over its steps."""
+    """A column over its steps, as a series of uPlot."""
 
-    name: str
+    label: str
     column: str
     color: str
-    faint: bool = False
-    dashed: bool = False
+    alpha: float = 1
+    dash: tuple[int, ...] = ()
 
 
 def read_validation(path: Path) -> list[dict[str, float]]:
@@ -111,8 +111,8 @@ def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[
 
 def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     """Return the charts of the page, each with its lines."""
-    loss = [(metrics, Line("each step", "loss", "a", faint=True)), (metrics, Line("average", "loss_avg", "a"))]
-    charts = [_chart("training loss", loss)]
+    loss = [Line("each step", "loss", "a", alpha=0.4), Line("average", "loss_avg", "a")]
+    charts = [_chart("training loss", [(metrics, line) for line in loss])]
     if validation:
         columns = validation[-1].keys() - {"step"}
         bands = sorted(name for name in columns if name.startswith("val_loss_t"))
@@ -123,7 +123,7 @@ def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
             named[name] = [Line("result", name, "c")]
             if f"{name}_nothing" in columns:  # only of edits
                 named[name].append(Line("to the source", f"{name}_source", "b"))
-                named[name].append(Line("of doing nothing", f"{name}_nothing", "a", dashed=True))
+                named[name].append(Line("of doing nothing", f"{name}_nothing", "a", dash=(5, 4)))
         charts += [_chart(title, [(validation, line) for line in lines]) for title, lines in named.items()]
     return [chart for chart in charts if chart["lines"]]
 
@@ -146,10 +146,9 @@ def compared_curves(runs: Mapping[str, tuple[Rows, Rows]]) -> list[dict[str, Any
 
 
 def _chart(title: str, lines: Sequence[tuple[Rows, Line]]) -> dict[str, Any]:
-    """Return the thinned lines, the range of the axis, and a table; points that are not finite are in the title.
+    """Return the thinned lines and the range of the axis; points that are not finite are counted in the title.
 
-    The range leaves out the hundredth of a line's points at either end, and lines that reach much farther than most:
-    both would flatten the rest.
+    The range leaves out the hundredth of a line's points at either end, and diverged lines: both would flatten the rest.
     """
     drawn, ends, broken = [], [], 0
     for rows, line in lines:
@@ -158,22 +157,10 @@ def _chart(title: str, lines: Sequence[tuple[Rows, Line]]) -> dict[str, Any]:
         broken += len(known) - len(points)
         if points:
             steps = list(points)[:: -(-len(points) // POINTS)]
-            drawn.append({**line._asdict(), "steps": steps, "values": [points[step] for step in steps]})
+            drawn.append({**line._asdict(), "x": steps, "y": [points[step] for step in steps]})
             ordered, far = sorted(points.values()), len(points) // 100
             ends.append((ordered[far], ordered[-1 - far]))
     usual = statistics.median_low(max(map(abs, pair)) for pair in ends) if ends else 0
     shown = [end for pair in ends if max(map(abs, pair)) <= DIVERGED * (usual or math.inf) for end in pair]
-    return {
-        "title": f"{title}, {broken} points not finite" if broken else title,
-        "lines": drawn,
-        "range": [min(shown, default=0), max(shown, default=0)],
-        "table": _table(drawn),
-    }
-
-
-def _table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return rows of a step and the values of all lines at it, evenly thinned."""
-    values = [dict(zip(line["steps"], line["values"], strict=True)) for line in lines]
-    steps = sorted(set().union(*values))
-    shown = steps[:: -(-len(steps) // TABLED) or 1]
-    return [[str(step), *(f"{line[step]:.4g}" if step in line else "" for line in values)] for step in shown]
+    title += f", points not finite: {broken}" if broken else ""
+    return {"title": title, "lines": drawn, "range": [min(shown, default=0), max(shown, default=0)]}

@@ -12,7 +12,6 @@ showEnds();
 const message = document.getElementById("message");
 document.addEventListener("htmx:error", () => { message.textContent = "The page has ended. Start python studio.py again, and open its address."; });
 document.addEventListener("click", event => { if (!message.contains(event.target)) message.replaceChildren(); });
-document.addEventListener("input", event => { if (event.target.matches("input.step")) event.target.touched = true; });
 document.addEventListener("keydown", event => { if (event.key === "Enter" && event.ctrlKey && event.target.matches(".sample textarea")) event.target.form.requestSubmit(); });
 document.addEventListener("click", event => {
   const shown = document.getElementById(event.target.dataset.copies);
