@@ -79,7 +79,7 @@ def test_every_tab_fits_its_screen_and_works_by_keyboard(tmp_path, options):
         page.get_by_text("config.yaml").click()
         page.wait_for_timeout(2500)  # the page has asked again
         assert page.locator(".wipe").first.evaluate("wipe => wipe.style.getPropertyValue('--at')") == "100%"
-        assert page.locator("details").get_attribute("open") is not None
+        assert page.locator("details").last.get_attribute("open") is not None
         step = page.locator("input.step")
         step.focus()
         page.keyboard.press("Home")
