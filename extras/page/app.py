@@ -39,7 +39,7 @@ log = logging.getLogger("retouch")
 
 OUTPUTS = Path("outputs")
 STATIC = {
-    path.name: path for path in (REPORT.with_name("page.css"), REPORT.with_name("page.js"), *HERE.glob("*.[cj]s*"))
+    path.name: path for folder in (HERE, REPORT.parent, REPORT.with_name("vendor")) for path in folder.glob("*.[cj]s*")
 }
 # Windows' SO_REUSEADDR would let two pages share a port.
 ONE_LISTENER = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)

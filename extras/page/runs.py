@@ -32,7 +32,7 @@ from foundation.errors import UserError, listing, printable
 from foundation.files import read_bytes, reading, reason, require_file
 from foundation.locks import LOCK
 from foundation.settings import flat_settings
-from report.images import opened_png, read_strip, sample_files, sample_rows
+from report.images import compared_rows, opened_png, read_strip, sample_files, sample_rows
 from report.quoting import program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.config_file import read_config, resolvable
@@ -325,14 +325,15 @@ class RunsPage:
         runs = {name: self.shelf.get(name) for name in names}
         with reading(f"one of {listing(names, len(COLORS))}", "repair or remove it"):
             tables = {name: (read_metrics(run.metrics), read_validation(run.validation)) for name, run in runs.items()}
+            steps, rows = compared_rows({name: _sample_rows(name, run) for name, run in runs.items()})
             return page(
                 "compare.html",
                 tab="runs",
                 names=names,
-                inks=dict(zip(names, COLORS, strict=False)),
                 curves=compared_curves(tables),
                 differences=differences(list(runs.values())),
-                images=[(name, *_sample_rows(name, run)) for name, run in runs.items()],
+                steps=steps,
+                rows=rows,
             )
 
     def report(self, request: Request) -> Response:

@@ -45,10 +45,12 @@ def test_images_are_the_parts_of_the_strips(client, outputs, tmp_path):
 def test_compared_runs_have_a_line_each_and_the_settings_that_differ(client, outputs):
     write_run(outputs / "third", 4, "make it snow", optimizer={"lr": 0.1})
     text = client.get("/compare?run=first&run=sweep/0&run=third").text
-    [chart] = json.loads(re.search(r"data-charts='(.*?)'", text)[1])
-    assert [line["name"] for line in chart["lines"]] == ["first", "sweep/0", "third"]
-    assert chart["lines"][1]["points"][-1] == [8, 0.125]
-    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text)
+    chart = json.loads(re.search(r"data-chart='(.*?)'", text)[1])
+    assert [line["label"] for line in chart["lines"]] == ["first", "sweep/0", "third"]
+    assert (chart["lines"][1]["x"][-1], chart["lines"][1]["y"][-1]) == (8, 0.125)
+    rows = re.findall(
+        r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text.partition("Settings that differ")[2]
+    )
     assert rows == [("optimizer.lr", "0.1", "0.2", "0.1"), ("trainer.max_steps", "4", "8", "4")]
     assert "choose 2 to 6 runs" in client.get("/compare?run=first").text
 
@@ -111,7 +113,7 @@ def test_a_row_that_is_being_written_is_left_out(client, outputs):
             file.write("step,val_loss,psnr\n4,0.5,20\n5,0." if name == "validation.csv" else "5,0.")
     answer = client.get("/run?run=first")
     assert answer.status_code == 200
-    assert "[4, 0.5]" in answer.text, "the row before"
+    assert '"x": [4], "y": [0.5]' in answer.text, "the row before"
 
 
 def test_a_problem_is_shown_below_the_form_which_stays(client, outputs):
