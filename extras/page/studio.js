@@ -31,3 +31,7 @@ document.addEventListener("click", event => {
   const shown = document.getElementById(event.target.dataset.copies);
   if (shown) { getSelection().selectAllChildren(shown); document.execCommand("copy"); event.target.textContent = "copied"; }
 });
+document.addEventListener("keydown", event => {
+  const way = {ArrowLeft: "prev", ArrowRight: "next"}[event.key], busy = event.target.closest("input, textarea, select, [tabindex]") || document.querySelector("#painter[open], .pswp");
+  if (way && !busy && !event.altKey) document.querySelector(`a[rel=${way}]`)?.click();
+});
