@@ -8,7 +8,7 @@ import secrets
 import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
 from hydra.utils import instantiate
@@ -43,33 +43,15 @@ ACCEPTED = ".accepted.jsonl"
 CHANGED = "{} has changed since it was shown, and stays. Reload the page."
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """A text and what replaces it, with the captions that it would change, by their files."""
-
-    id: str
-    find: str
-    by: str
-    captions: dict[Path, tuple[str, str]]  # the key of the sample, and its caption when it was shown
-
-
 @dataclass
 class DataSet:
-    """A scanned data set.
-
-    Attributes:
-        words: its settings, as arguments of predict.py.
-        samples: its samples by key, with the captions and masks that were saved here.
-        jobs: folders of the commands on it, by task.
-        preview: the replacement that was shown last.
-    """
+    """A scanned data set: its settings, its samples by key, notes, and the folders of the commands on it by task."""
 
     words: list[str]
     sample_set: "SampleSet"
     samples: dict[str, Sample]
     notes: tuple[str, ...]
     jobs: dict[str, RunFolder]
-    preview: Replacement | None = None
 
     def write_caption(self, sample: Sample, before: str, text: str) -> None:
         """Write a caption, unless its file has changed since it was shown as `before`."""
@@ -87,10 +69,8 @@ class DataSet:
         None and the reason if none can be saved.
         """
         file, root = sample.mask_file, self.sample_set.root(sample)
-        if file is None:
-            return None, "Masks of tables, tars and data sets are in their column mask. Add the file there."
-        if root.alpha_mask:
-            return None, "data.alpha_mask=true: the mask is the target's alpha channel. Edit it there."
+        if file is None or root.alpha_mask:
+            return None, "Masks of this data set are in its table or in the targets' alpha channel. Edit them there."
         if not file.resolve().is_relative_to(Path(root.path).expanduser().resolve()):
             return None, f"{file} is a link, or below one, to another place. Replace the link by a folder."
         return file, str(file.stat().st_mtime_ns) if file.is_file() else ""
@@ -121,17 +101,24 @@ def faults_of(sample: Sample, checked: "Usable | UserError") -> dict[str, str]:
     for role, path in images_of(sample).items() if isinstance(checked, UserError) else ():
         try:
             verify_image(path)
-        except UserError as error:
-            found[role] = str(error).replace(f"cannot read the image {path}", Path(str(path)).name)
+        except UserError as fault:
+            found[role] = str(fault).replace(f"cannot read the image {path}", Path(str(path)).name)
     return found or ({"": str(checked)} if isinstance(checked, UserError) else {})
 
 
+def _settings(form: FormData, *names: str) -> list[str]:
+    """Return the settings of a form: those of some fields, and further ones, one a line."""
+    named = [f"{name}={text}" for name in names if (text := str(form.get(name, "")).strip())]
+    return [*named, *filter(None, map(str.lstrip, str(form.get("more", "")).splitlines()))]
+
+
 class DataPage:
-    """Routes of the tab. Scans are kept until the page ends."""
+    """Routes of the tab. Scans are kept until the page ends, of the previews of replacements the last one."""
 
     def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
         self.shelf, self.jobs = shelf, jobs
         self.sets: dict[Any, DataSet] = {}
+        self.previews: dict[Any, tuple[DataSet, dict[Path, tuple[str, str, str]]]] = {}
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -142,7 +129,8 @@ class DataPage:
     def show(self, request: Request) -> Response:
         """Show the choice of a data set, and a page of its samples or one of them."""
         asked, groups = request.query_params, declared("predict").groups
-        values: dict[str, Any] = {"tab": "data", "asked": asked, "groups": groups, "runs": self._runs}
+        runs = [name for name, run in self.shelf.runs().items() if "sample" not in asked and run.config.is_file()]
+        values: dict[str, Any] = {"tab": "data", "asked": asked, "groups": groups, "runs": runs}
         if "set" not in asked:
             return page("data.html", **values)
         data = entry(self.sets, asked["set"])
@@ -159,13 +147,9 @@ class DataPage:
         checked = dict(zip(shown, data.sample_set.check_each([samples[key] for key in shown]), strict=True))
         values |= {"data": data, "lists": lists, "keys": keys, "shown": shown, "start": start, "count": SHOWN}
         values |= {"rows": [row for row in rows if row["sample"] in shown], "checked": checked, "tail": tail}
-        values |= {"faults": {key: faults_of(samples[key], one) for key, one in checked.items()}}
+        values |= {"images_of": images_of, "caption_of": caption_of, "faults_of": faults_of, "quoted": shlex.join}
         values["running"] = any(user_of(run.path) for run in data.jobs.values())
-        values |= {"images_of": images_of, "caption_of": caption_of, "quoted": shlex.join}
         return page("sample.html" if "sample" in asked else "data.html", **values)
-
-    def _runs(self) -> list[str]:
-        return [name for name, run in self.shelf.runs().items() if run.config.is_file()]
 
     def _proposed(self, samples: dict[str, Sample]) -> dict[str, Any]:
         """Return the captions of models that nobody has changed or accepted."""
@@ -194,19 +178,22 @@ class DataPage:
 
     def open(self, request: Request, form: FormData) -> Response:
         """Scan a folder, or the data of a run."""
+        words = _settings(form, "data.root", "model")
+        if run := form.get("run"):
+            asked = asked_by(self.shelf.get(str(run)), "predict")
+            lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
+            # Without the folders that are written to: a run may come from elsewhere.
+            pattern = r"\+?data(?!\.source\.folder|\.cache_dir)[.=]|model(\.pretrained\w*)?="
+            words = [line for line in lines if re.match(pattern, line)]
+        if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
+            raise UserError(f"{others[0]}: this setting belongs to neither data nor model. Leave it out.")
+        return HTMLResponse("", headers={"hx-redirect": f"/data?set={self._scan(words)}"})
+
+    def _scan(self, words: list[str]) -> str:
+        """Find the samples of settings of predict.py, and return the key of the set."""
         from tasks.models import without_network
 
         with hydras_errors("predict"):
-            named = [f"{key}={text}" for key in ("data.root", "model") if (text := str(form.get(key, "")).strip())]
-            words = [*named, *filter(None, map(str.lstrip, str(form.get("more", "")).splitlines()))]
-            if run := form.get("run"):
-                asked = asked_by(self.shelf.get(str(run)), "predict")
-                lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
-                # Without the folders that are written to: a run may come from elsewhere.
-                pattern = r"\+?data(?!\.source\.folder|\.cache_dir)[.=]|model(\.pretrained\w*)?="
-                words = [line for line in lines if re.match(pattern, line)]
-            if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
-                raise UserError(f"{others[0]}: this setting belongs to neither data nor model. Leave it out.")
             given, skip = read_values(words, "predict"), ("data.on_missing=skip", "data.on_bad_image=skip")
             cfg = composed(*given, *skip, script="predict")  # notes name the skipped ones
             cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
@@ -219,16 +206,14 @@ class DataPage:
         samples = {one.key: one for one in (*found.samples, *filter(whole.is_held_out, known))}
         jobs = {task: RunFolder(self.shelf.outputs / "studio" / key / task) for task in ("inspect", "caption")}
         self.sets[key] = DataSet(words, whole, samples, found.notes, jobs)
-        return HTMLResponse("", headers={"hx-redirect": f"/data?set={key}"})
+        return key
 
     def start(self, request: Request, form: FormData) -> Response:
         """Start a task on a data set as a process of its own."""
         data, task = entry(self.sets, form.get("set")), form.get("task")
         with hydras_errors("predict"):
-            lines = filter(None, map(str.lstrip, str(form.get("more", "")).splitlines()))
-            more = [*([f"captioner={form['captioner']}"] if task == "caption" else []), *lines]
             run = entry(data.jobs, task)
-            read_values(more, "predict")
+            read_values(more := _settings(form, "captioner"), "predict")
         self.jobs.start([f"task={task}", *data.words, *more, f"output_dir={run}"], run, "predict")
         return HTMLResponse("", headers={"hx-redirect": f"/data?set={form['set']}"})
 
@@ -246,48 +231,39 @@ class DataPage:
     def preview(self, request: Request, form: FormData) -> Response:
         """Show the captions that a replacement would change."""
         data, find, by = entry(self.sets, form.get("set")), str(form.get("find", "")), str(form.get("by", ""))
-        if not find:
-            raise UserError("Write the text to find.")
-        captions, elsewhere = {}, []
+        captions = {}
         for key, sample in data.samples.items():
             text, editable = caption_of(sample)
-            if find in text and editable and sample.caption_file:
-                captions[sample.caption_file] = key, text
-            elif find in text:
-                elsewhere.append(key)
-        data.preview = Replacement(secrets.token_hex(8), find, by, captions)
-        return page("replacement.html", preview=data.preview, elsewhere=elsewhere, set=form["set"])
+            if find and find in text and editable and sample.caption_file:
+                captions[sample.caption_file] = key, text, text.replace(find, by).strip()
+        self.previews = {(token := secrets.token_hex(8)): (data, captions)}
+        return page("replacement.html", find=find, by=by, token=token, captions=captions)
 
     def apply(self, request: Request, form: FormData) -> Response:
         """Replace a text as it was previewed; a file that has changed since then is kept and named."""
-        data = entry(self.sets, form.get("set"))
-        if (shown := data.preview) is None or shown.id != form.get("preview"):
-            raise UserError("This preview is no longer the last one. Preview the replacement again.")
-        data.preview, kept = None, []
-        for key, text in shown.captions.values():
+        data, captions = entry(self.previews, form.get("preview"))
+        self.previews, kept = {}, []
+        for key, before, after in captions.values():
             try:
-                data.write_caption(data.samples[key], text, text.replace(shown.find, shown.by).strip())
+                data.write_caption(data.samples[key], before, after)
             except UserError as error:
                 kept.append(str(error))
-        return page("replacement.html", changed=len(shown.captions) - len(kept), kept=kept, set=form["set"])
+        return page("replacement.html", changed=len(captions) - len(kept), kept=kept)
 
     def mask(self, request: Request, form: FormData) -> Response:
         """Save a painted mask in the size of its target; it replaces only the one that was shown."""
         from datamodules.images.decoding import BLACK, image_size
 
         data = entry(self.sets, form.get("set"))
-        sample, painted = entry(data.samples, form.get("sample")), form.get("mask")
+        sample, painted = entry(data.samples, form.get("sample")), cast(UploadFile, form.get("mask"))
         file, before = data.mask_place(sample)
         if file is None or before != form.get("before"):
             raise UserError(before if file is None else CHANGED.format(file))
-        with reading("the painted mask", "paint it again"):
-            if not isinstance(painted, UploadFile):
-                raise ValueError("it is no file")
-            with Image.open(painted.file, formats=["PNG"]) as image:
-                if max(image.size) > LARGE:
-                    raise ValueError(f"it has more than {LARGE} pixels a side")
-                mask = image.convert("L").resize(image_size(sample.target))
-        if mask.getextrema()[1] < BLACK:
+        with reading("the painted mask", "paint it again"), Image.open(painted.file, formats=["PNG"]) as image:
+            if max(image.size) > LARGE:
+                raise ValueError(f"it has more than {LARGE} pixels a side")
+            mask = image.convert("L").resize(image_size(sample.target))
+        if max(mask.tobytes()) < BLACK:
             raise UserError("The mask is empty. Paint the part that counts.")
         with replacing(file) as temporary:
             mask.save(temporary, format=Image.registered_extensions()[file.suffix.lower()])

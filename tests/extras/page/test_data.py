@@ -57,7 +57,7 @@ def opened(client, root):
 
 def keys(answer):
     """Return the samples on a page in order."""
-    return [unquote_plus(key) for key in re.findall(r'class="card" href="[^"]*sample=([^"]*)"', answer.text)]
+    return [unquote_plus(key) for key in re.findall(r'class="tile" href="[^"]*sample=([^"]*)"', answer.text)]
 
 
 def sample(client, opened, key):
@@ -189,7 +189,7 @@ def test_captions_of_tables_and_of_json_are_shown_with_where_to_edit_them_and_st
         form = {"set": opened, "sample": key, "before": "", "text": "mine"}
         assert client.post("/data/save", data=form).status_code == 400
         found = client.post("/data/preview", data={"set": opened, "find": text, "by": "mine"})
-        assert "not changed here: " + key in found.text
+        assert "No caption file contains" in found.text
         assert place.read_text() == written
 
 
@@ -214,8 +214,9 @@ def test_a_text_is_replaced_in_the_captions_that_were_previewed_and_a_changed_fi
     contents = [file.read_text() for file in files.values()]
     assert contents == ["mirror, by someone else", "a <b>, <b> picture\n", HOSTILE]
     for stale in (shown, "", "0"):
-        assert client.post("/data/apply", data={"set": opened, "preview": stale}).status_code == 400
-    assert "No caption contains this text" in preview(client, opened, "Mirror", "x")[0]
+        assert client.post("/data/apply", data={"set": opened, "preview": stale}).status_code == 404
+    for absent in ("Mirror", ""):
+        assert "No caption file contains this text" in preview(client, opened, absent, "x")[0]
 
 
 def painted(size=(50, 36), box=(10, 9, 20, 18)):
@@ -289,8 +290,8 @@ def test_no_mask_is_painted_where_the_data_set_has_no_place_for_it(client, root,
     (tmp_path / "elsewhere").mkdir()
     (root / "masks").symlink_to(tmp_path / "elsewhere")
     row = {"file_name": "training_images/02.png", "control_file_name": "control_images/02.png", "prompt": "x"}
-    for more, words in ([], "is a link"), (["data.alpha_mask=true"], "alpha channel"), ([], "column mask"):
-        if "column" in words:
+    for more, words in ([], "is a link"), (["data.alpha_mask=true"], "alpha channel"), ([], "in its table"):
+        if "table" in words:
             (root / "metadata.jsonl").write_text(json.dumps(row))
         answer = scan(client, root, *more)
         opened, key = answer.url.params["set"], keys(answer)[0]
