@@ -23,6 +23,7 @@ class CatalogueModel(NamedTuple):
         target: class of its family.
         licence: licence of the weights, in Markdown; "" if the YAML does not say.
         distilled: what the base was distilled from, or "no".
+        architecture: identifier in the headers of LoRA files.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CatalogueModel(NamedTuple):
     target: str
     licence: str
     distilled: str
+    architecture: str
 
 
 @cache
@@ -43,9 +45,9 @@ def catalogue() -> dict[str, CatalogueModel]:
 def _read(name: str) -> CatalogueModel:
     text = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)
-    facts = dict(re.findall(r"^# (Licence|Distilled): (.+)$", text, re.MULTILINE))
+    facts = dict(re.findall(r"^# (Licence|Distilled|Architecture): (.+)$", text, re.MULTILINE))
     parents = [one for one in settings["defaults"] if isinstance(one, str) and not one.startswith("_")]
-    parent = _read(parents[0]) if parents else CatalogueModel(name, "", False, "", "", "no")
+    parent = _read(parents[0]) if parents else CatalogueModel(name, "", False, "", "", "no", name)
     base, licence = settings.get("pretrained_model_name_or_path"), facts.get("Licence", parent.licence)
     return CatalogueModel(
         name,
@@ -54,6 +56,7 @@ def _read(name: str) -> CatalogueModel:
         settings.get("_target_", parent.target),
         licence,
         facts.get("Distilled", parent.distilled),
+        facts.get("Architecture", parent.architecture),
     )
 
 

@@ -1,5 +1,6 @@
 """Write LoRA files for any program."""
 
+import hashlib
 import json
 import logging
 import re
@@ -15,6 +16,7 @@ from foundation.errors import UserError, listing
 from foundation.files import replacing
 from lightning_modules.lora_files.delta import Delta, LowRank, swap_halves
 from lightning_modules.lora_files.kinds import common_kind
+from lightning_modules.lora_files.modelspec import PREFIX
 from lightning_modules.lora_files.names import LayerNames, flat
 from lightning_modules.lora_files.reading import HEADER_KEY, PEFT_CONFIG_NAME, PEFT_WEIGHTS_NAME, WEIGHTS_NAME
 
@@ -105,11 +107,21 @@ def write(
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write tensors with their names in the file, atomically."""
-    # Only one entry: safetensors writes several in random order, and equal weights should be equal files.
-    blob = safetensors.torch.save(dict(tensors), {HEADER_KEY: json.dumps(header, sort_keys=True)})
-    with replacing(path) as temporary:
-        temporary.write_bytes(blob)
+    """Write tensors with their names in the file, atomically; entries of header["modelspec"] are entries of the file.
+
+    safetensors writes several entries in random order, and equal weights should be equal files.
+    """
+    blob = memoryview(safetensors.torch.save(dict(tensors)))
+    start = 8 + int.from_bytes(blob[:8], "little")
+    own = dict(header)
+    if spec := own.pop("modelspec", {}):
+        spec = spec | {"hash_sha256": f"0x{hashlib.sha256(blob[start:]).hexdigest()}"}
+    entries = {HEADER_KEY: json.dumps(own, sort_keys=True), **{PREFIX + name: spec[name] for name in sorted(spec)}}
+    text = json.dumps({"__metadata__": entries, **json.loads(bytes(blob[8:start]))}).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(blob[start:])
 
 
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,15 +1,20 @@
 """task=export by the command line: what is read back is what was trained."""
 
+import base64
+import io
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
+from PIL import Image
 
 from foundation.errors import UserError
 from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.lora_files.modelspec import modelspec_in
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import LORA_FORMATS, write
 from tasks.export import title
@@ -148,6 +153,25 @@ def test_training_starts_from_an_export_with_the_same_update(export, trained, ti
     assert Ranks.of_file(LoRAFile(path)).scale == 2.0
     module = build(tiny, "lora", "adapter.rank=2", "adapter.alpha=3", f"adapter.init_from={path}")
     same(read(path, module.base.layer_names), module.adapter.deltas(module.transformer))
+
+
+def test_other_programs_are_told_title_author_and_licence_with_a_thumbnail(export, trained):
+    """They last from one export to the next; each export of a file is the same, bit by bit."""
+    settings = ["format=comfyui", "export.title=Snow everywhere", "export.author=me", "export.license=CC0 1.0"]
+    path, _ = export(f"lora={trained}", *settings)
+    entries = modelspec_in(LoRAFile(path).metadata)
+    assert (entries["title"], entries["author"], entries["license"]) == ("Snow everywhere", "me", "CC0 1.0")
+    assert entries["implementation"] == "https://github.com/comfyanonymous/ComfyUI"
+    weights = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
+    assert entries["date"] == datetime.fromtimestamp(weights.stat().st_mtime, UTC).date().isoformat()
+    picture = base64.b64decode(entries["thumbnail"].partition(";base64,")[2])
+    assert Image.open(io.BytesIO(picture)).size == (256, 256)
+    assert len(picture) < 10_000
+    assert export(f"lora={trained}", *settings)[0].read_bytes() == path.read_bytes()
+    again, _ = export(f"lora={path}", "format=kohya")
+    assert modelspec_in(LoRAFile(again).metadata) | {"hash_sha256": ""} == entries | {"hash_sha256": ""}
+    unnamed, _ = export(f"lora={trained}")
+    assert modelspec_in(LoRAFile(unnamed).metadata)["title"] == trained.name
 
 
 @pytest.mark.parametrize(
