@@ -17,6 +17,8 @@ from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.modelspec import modelspec_in
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import LORA_FORMATS, write
+from report.images import Strip
+from runs.run_folder import RunFolder
 from tasks.export import title
 from tests.support.combinations import first
 from tests.support.commands import run_task
@@ -155,23 +157,30 @@ def test_training_starts_from_an_export_with_the_same_update(export, trained, ti
     same(read(path, module.base.layer_names), module.adapter.deltas(module.transformer))
 
 
-def test_other_programs_are_told_title_author_and_licence_with_a_thumbnail(export, trained):
+def test_other_programs_are_told_title_author_and_licence_with_a_published_thumbnail(export, made, repositories):
     """They last from one export to the next; each export of a file is the same, bit by bit."""
+    lora, _ = made("snow")
+    run = RunFolder(lora.parents[2])
+    run.config.write_text("{}")
+    run.samples_of(7).mkdir(parents=True)
+    for name, colour, private in (("0", "red", True), ("1", "blue", False)):
+        image = Image.new("RGB", (300, 200), colour)
+        Strip([image], image, None, "", private).write(run.samples_of(7) / f"{name}.png")
     settings = ["format=comfyui", "export.title=Snow everywhere", "export.author=me", "export.license=CC0 1.0"]
-    path, _ = export(f"lora={trained}", *settings)
+    path, _ = export(f"lora={lora}", *settings)
     entries = modelspec_in(LoRAFile(path).metadata)
     assert (entries["title"], entries["author"], entries["license"]) == ("Snow everywhere", "me", "CC0 1.0")
     assert entries["implementation"] == "https://github.com/comfyanonymous/ComfyUI"
-    weights = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
-    assert entries["date"] == datetime.fromtimestamp(weights.stat().st_mtime, UTC).date().isoformat()
-    picture = base64.b64decode(entries["thumbnail"].partition(";base64,")[2])
-    assert Image.open(io.BytesIO(picture)).size == (256, 256)
-    assert len(picture) < 10_000
-    assert export(f"lora={trained}", *settings)[0].read_bytes() == path.read_bytes()
-    again, _ = export(f"lora={path}", "format=kohya")
+    assert entries["date"] == datetime.fromtimestamp(lora.stat().st_mtime, UTC).date().isoformat()
+    picture = Image.open(io.BytesIO(base64.b64decode(entries["thumbnail"].partition(";base64,")[2])))
+    assert picture.size == (256, 256)
+    assert picture.convert("RGB").getpixel((9, 9))[2] > 200, "the red one is not published"
+    assert export(f"lora={lora}", *settings)[0].read_bytes() == path.read_bytes()
+    base = ["model=flux_kontext", f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"]
+    again, _ = export(f"lora={path}", "format=kohya", *base)
     assert modelspec_in(LoRAFile(again).metadata) | {"hash_sha256": ""} == entries | {"hash_sha256": ""}
-    unnamed, _ = export(f"lora={trained}")
-    assert modelspec_in(LoRAFile(unnamed).metadata)["title"] == trained.name
+    unnamed, _ = export(f"lora={lora}")
+    assert modelspec_in(LoRAFile(unnamed).metadata)["title"] == "snow"
 
 
 @pytest.mark.parametrize(
