@@ -13,7 +13,7 @@ from foundation.errors import UserError
 from foundation.files import link_or_copy, replacing
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import averaged_weights
-from lightning_modules.lora_files.modelspec import modelspec
+from lightning_modules.lora_files.writing import modelspec
 from lightning_modules.pretrained.repository import resolve_dtype
 from lightning_modules.timing import NOT_TRAINING
 from report.origin import published

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from cli.terminal import log
 from foundation.errors import UserError
-from lightning_modules.lora_files.modelspec import modelspec_in
 from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download, shown
-from lightning_modules.lora_files.writing import require_finite, save
+from lightning_modules.lora_files.writing import modelspec_in, require_finite, save
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
 from tasks.export import require_free

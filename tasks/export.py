@@ -29,7 +29,6 @@ from lightning_modules.adapters.ranks import PATTERNS, Ranks
 from lightning_modules.lora_files.compatibility import FUSE, readers
 from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
 from lightning_modules.lora_files.kinds import common_kind
-from lightning_modules.lora_files.modelspec import modelspec, modelspec_in
 from lightning_modules.lora_files.reading import (
     PEFT_CONFIG_NAME,
     PEFT_WEIGHTS_NAME,
@@ -37,7 +36,7 @@ from lightning_modules.lora_files.reading import (
     LoRAFile,
     find_or_download,
 )
-from lightning_modules.lora_files.writing import LORA_FORMATS, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, modelspec, modelspec_in, write
 from lightning_modules.pretrained.repository import resolve_dtype
 from report.images import data_url, last_strips
 from report.origin import published
@@ -47,19 +46,8 @@ from tasks.models import KnownModel, is_given, model_for, without_network
 
 # Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5
-# Entries of the Model Metadata Standard that an export keeps, and the side of its thumbnail in pixels.
-KEPT_ENTRIES = (
-    "author",
-    "description",
-    "date",
-    "license",
-    "usage_hint",
-    "trigger_phrase",
-    "tags",
-    "merged_from",
-    "thumbnail",
-)
-THUMBNAIL_SIDE = 256
+# Entries of the Model Metadata Standard by the author of a LoRA.
+KEPT_ENTRIES = ("author", "description", "date", "license", "usage_hint", "trigger_phrase", "tags", "thumbnail")
 
 
 class ExportedLoRA(NamedTuple):
@@ -261,35 +249,18 @@ def title(path: Path) -> str:
 
 
 def _modelspec(cfg: DictConfig, files: Sequence[LoRAFile], titles: Sequence[str], model: KnownModel) -> dict[str, str]:
-    """Return the entries of the Model Metadata Standard; a single file's own ones are kept."""
-    facts: dict[str, str | None] = {"title": "+".join(titles)}
-    if cfg.merge is not None:
-        facts["merged_from"] = ", ".join(titles)
-    elif files:
-        file = files[0]
-        # A file of a run is named by its folder.
-        is_named = file.header and "export" not in file.header
-        kept = KEPT_ENTRIES if is_named else (*KEPT_ENTRIES, "title")
+    """Return the entries of the Model Metadata Standard; those of a single file's author are kept."""
+    facts: dict[str, str | None] = {"title": "+".join(titles), "implementation": cfg.format}
+    for file in files if cfg.merge is None else ():
         # Not today's date: each export of a file has the same bytes.
         facts["date"] = datetime.fromtimestamp(file.path.stat().st_mtime, UTC).date().isoformat()
-        facts["thumbnail"] = _thumbnail(file)
-        facts |= {key: text for key, text in modelspec_in(file.metadata).items() if key in kept}
+        with best_effort("thumbnail in the header"):
+            strips = last_strips(RunFolder(file.path.parent.parent.parent), file.header.get("step", math.inf))
+            squares = (ImageOps.fit(strip.result, (256, 256)) for strip in strips if not strip.private)
+            facts["thumbnail"] = next((data_url(image, 256) for image in squares), None)
+        facts |= {key: text for key, text in modelspec_in(file.metadata).items() if key in KEPT_ENTRIES}
     facts |= {key: cfg.export[key] for key in ("title", "author", "license") if cfg.export[key]}
-    native, base = LORA_FORMATS[cfg.format].native, published(model.base, model.name)
-    return modelspec(model.name, base, model.settings.resolution, native, **facts)
-
-
-def _thumbnail(file: LoRAFile) -> str | None:
-    """Return the first sample image of a run's file that may be published as a data URL; None without one."""
-    folder = file.path.parent.parent
-    run = RunFolder(folder.parent)
-    if folder.name != "lora" or not run.config.is_file():
-        return None
-    with best_effort("thumbnail in the header"):
-        strips = last_strips(run, file.header.get("step", math.inf))
-        images = (strip.result for strip in strips if not strip.private)
-        return next((data_url(ImageOps.fit(one, (THUMBNAIL_SIDE,) * 2), THUMBNAIL_SIDE) for one in images), None)
-    return None
+    return modelspec(model.name, published(model.base, model.name), model.settings.resolution, **facts)
 
 
 def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str) -> None:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from foundation.catalogue import catalogue
-from lightning_modules.lora_files.modelspec import modelspec, modelspec_in
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import save
+from lightning_modules.lora_files.writing import modelspec, modelspec_in, save
 
 # IDs of LoRA classes in SwarmUI's T2IModelClassSorter.cs (2026-08-21), and remapped ones, which Forge compares with.
 SWARMUI = {"flux-1-dev", "flux.2-dev", "flux.2-klein-4b", "flux.2-klein-9b", "krea-2", "z-image", "qwen-image"}
