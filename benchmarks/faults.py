@@ -103,7 +103,7 @@ def tell(result: Result, folder: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the table of faults and outcomes in docs/reliability.md."""
+    """Return the table of faults and outcomes in benchmarks/README.md."""
     lines = ["| fault | what is done | rounds | same bits | one line | BAD |", "|---|---|---|---|---|---|"]
     for name in [*FAULTS, "all"]:
         mine = [one.outcome for one in results if name in (one.fault, "all")]

@@ -46,14 +46,14 @@ python train.py model=NAME data.root=my_pairs task=dry_run    # memory, time, se
 
 [Your first edit](first-edit.md) helps you choose.
 
-Memory is estimated by `task=dry_run` for one pair of a megapixel at batch size 1, in GB of the GPU, including about 1
-GB for CUDA, with the transformer in bf16, fp8 (`model/quantization=fp8`) or 4 bits (`fp4` or `nf4`). Encoders run
-before training and are then released. On an H100, measured peaks of FLUX Kontext were 0.98 to 1.00 of the estimate.
+Memory is estimated by `task=dry_run` for one pair of a megapixel at batch size 1, in GB of the GPU, including 1 GB for
+CUDA, with the transformer in bf16, fp8 (`model/quantization=fp8`) or 4 bits (`fp4` or `nf4`). Encoding comes before
+training, which releases the encoders. On an H100, measured peaks of FLUX Kontext were 0.98 to 1.00 of the estimate.
 
-The download is that of all weights in bf16, in GB. They are kept in `~/.cache/huggingface`, or where `HF_HOME` says.
+The download is that of all weights in bf16, in GB; `HF_HOME` moves it from `~/.cache/huggingface`.
 
-| `model=` | base | licence | learns from | memory {precisions}; encoding | download | distilled |
-|---|---|---|---|---|---|---|
+| `model=` | base | licence | learns from | {precisions} | encoding | download | distilled |
+|---|---|---|---|---|---|---|---|---|---|
 """
 MIDDLE = """
 ## Other checkpoints
@@ -183,6 +183,11 @@ def download(model: str) -> float:
     return round(2 * sum(tensor.numel() for part in parts for tensor in part.parameters()) / 1e9, 1)
 
 
+def gigabytes(row: dict[str, Any]) -> list[float]:
+    """Return a model's memory in training by precision and in encoding, and its download, in GB."""
+    return [*(row[precision]["training"] for precision in PRECISIONS), row["bf16"]["encoding"], row["download"]]
+
+
 def measure() -> dict[str, Any]:
     """Return the memory of every model, by precision, and its download."""
     found: dict[str, Any] = {}
@@ -223,15 +228,9 @@ def page(memory: dict[str, Any]) -> str:
             several = ("1 to " if condition_images.least else "up to ") if (condition_images.most or 0) > 1 else ""
             limit = condition_images.limit if condition_images.most else "any number of condition images"
             learns = f"pairs, {several}{limit}"
-        gigabytes = "; ".join(
-            [
-                ", ".join(f"{memory[name][precision]['training']:.0f}" for precision in PRECISIONS),
-                f"{memory[name]['bf16']['encoding']:.0f}",
-            ]
-        )
         link = f"[{repository}](https://huggingface.co/{repository})"
-        size = f"{memory[name]['download']:.0f}"
-        bases += f"| `{name}` | {link} | {model.licence} | {learns} | {gigabytes} | {size} | {model.distilled} |\n"
+        sizes = " | ".join(f"{size:.0f}" for size in gigabytes(memory[name]))
+        bases += f"| `{name}` | {link} | {model.licence} | {learns} | {sizes} | {model.distilled} |\n"
         adapter, trainer = cfg.adapter, cfg.trainer
         samples = trainer.accumulate_grad_batches * cfg.data.batch_size
         shift = cfg.model.timesteps.shift
@@ -243,7 +242,7 @@ def page(memory: dict[str, Any]) -> str:
         verdicts = in_comfyui("diffusers", names, layers).verdict, f"reads it: {loading_call(module.pipeline_name)}"
         loads.setdefault(verdicts, []).append(f"`{name}`")
     readers_table = "".join(f"| {', '.join(names)} | {' | '.join(verdicts)} |\n" for verdicts, names in loads.items())
-    return TOP.format(precisions=", ".join(PRECISIONS)) + bases + MIDDLE + defaults + LAST + readers_table
+    return TOP.format(precisions=" | ".join(PRECISIONS)) + bases + MIDDLE + defaults + LAST + readers_table
 
 
 def _layers(layers: list[str], transformer: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Measure the figures of docs/quality.md, and write its tables and images.
+"""Measure the figures of docs/quality.md and of the study, benchmarks/quality.md, and write their tables and images.
 
     python benchmarks/quality.py                   # everything; a stopped sweep resumes
     python benchmarks/quality.py rank slider       # some sections
@@ -24,12 +24,14 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.labels import labelled, save_small  # noqa: E402
 from benchmarks.shapes import adapters, base, options, peer, photographs, preservation, sliders, subject  # noqa: E402
 from benchmarks.shapes.runs import Section, table  # noqa: E402
 from cli.terminal import silence_libraries  # noqa: E402
 
 RECORDS = ROOT / "benchmarks" / "results" / "quality.json"
-PAGE = ROOT / "docs" / "quality.md"
+DOCS = ROOT / "docs"
+PAGES = (DOCS / "quality.md", ROOT / "benchmarks" / "quality.md")
 SECTIONS: dict[str, Section] = {
     section.name: section
     for module in (base, options, preservation, sliders, adapters, subject, photographs, peer)
@@ -71,7 +73,7 @@ def written(page: str) -> str:
 
 
 def main() -> None:
-    """Measure the rows that are not up to date, and write the page."""
+    """Measure the rows that are not up to date, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="by default all")
     parser.add_argument("--list", action="store_true", help="only list what would be measured")
@@ -104,11 +106,12 @@ def main() -> None:
             pool.shutdown(cancel_futures=True)
             raise
     for section in chosen:
-        image = PAGE.parent / f"{section.name}.png"
+        image = DOCS / f"{section.name}.png"
         is_new = not image.is_file() or any(one is section for one, _ in rows)
         if section.image is not None and is_new and not outdated(section):
-            section.image().save(image, optimize=True)
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+            save_small(labelled(section.image(), section.headers, section.labels), image)
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(failed)
 
 

@@ -1,4 +1,4 @@
-"""The pages of docs/ fit the code and each other."""
+"""The pages fit the code and each other."""
 
 import re
 
@@ -8,7 +8,8 @@ from lightning_modules.family import Family
 from tests.support.commands import ROOT
 from tests.support.tiny_pipelines import MODELS
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("deploy/*.md")]
+FOLDERS = ("", "docs", "benchmarks", "deploy", "tests", "assets/shapes")
+PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 
 
 def anchors(text: str) -> set[str]:
@@ -23,13 +24,25 @@ def test_adding_a_model_names_every_method_and_attribute_of_a_family():
     assert all((ROOT / "conf" / "model" / f"{name}.yaml").is_file() for name in MODELS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose):
         path = page.parent / target if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("[!R]*.md") if f"({page.name}" not in index]
+
+
+def test_goals_have_the_names_of_the_presets():
+    presets = [path.read_text() for path in (ROOT / "conf" / "experiment").glob("*.yaml")]
+    names = {name for text in presets for name in re.findall(r"^# Goal: (.*)$", text, re.M)}
+    assert names <= set(re.findall(r"^## (.*)$", (ROOT / "docs" / "goals.md").read_text(), re.M))
+    assert len(names) > 4
 
 
 def test_each_promise_has_its_test():

@@ -1,26 +1,43 @@
-"""The figures of docs/quality.md are the recorded ones, and none is older than its settings."""
+"""The figures of docs/quality.md and of its study are the recorded ones, and none is older than its settings."""
 
 import importlib.util
 import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from benchmarks.quality import PAGE, SECTIONS, outdated, read_records, written
+from benchmarks.labels import labelled
+from benchmarks.quality import DOCS, PAGES, SECTIONS, outdated, read_records, written
 from benchmarks.shapes import runs
 
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
 
 
 def test_tables_and_images_are_those_of_the_sections():
-    assert written(TEXT) == TEXT, "run python benchmarks/quality.py"
-    markers = re.findall(r"^<!-- (?!end)(\w+) -->$", TEXT, re.M)
-    assert sorted(markers) == sorted(SECTIONS)
-    assert TEXT.count("<!-- end -->") == len(markers)
+    assert [written(text) for text in TEXTS] == TEXTS, "run python benchmarks/quality.py"
+    both = "\n".join(TEXTS)
+    markers = re.findall(r"^<!-- (?!end)(\w+) -->$", both, re.M)
+    assert sorted(markers) == sorted(SECTIONS), "each table is on one of the two pages"
+    assert both.count("<!-- end -->") == len(markers)
     images = {f"{name}.png" for name, section in SECTIONS.items() if section.image is not None}
-    assert images <= set(re.findall(r"\]\((\S+\.png)\)", TEXT))
-    assert all((PAGE.parent / image).is_file() for image in images)
+    assert images <= set(re.findall(r"[/(](\w+\.png)\)", both))
+    assert all((DOCS / image).is_file() for image in images)
+    assert all(section.headers and section.labels for section in SECTIONS.values() if section.image is not None)
+
+
+def test_labels_are_beside_the_image_and_centered_on_its_rows_and_columns():
+    image = Image.new("RGB", (300, 240), "red")
+    pixels = np.asarray(labelled(image, ("one", "a longer one"), ("above", "`below`, in many words")))
+    left, above = pixels.shape[1] - 300, pixels.shape[0] - 240
+    assert (pixels[above:, left:] == np.asarray(image)).all()
+    columns = np.flatnonzero((pixels[:above] < 128).any((0, 2))) - left
+    rows = np.flatnonzero((pixels[:, :left] < 128).any((1, 2))) - above
+    for found, middles in ((columns, (75, 225)), (rows, (60, 180))):
+        halves = np.split(found, [np.searchsorted(found, sum(middles) / 2)])
+        assert [(half[0] + half[-1]) / 2 for half in halves] == pytest.approx(middles, abs=6)
 
 
 def test_empty_markers_do_not_reach_to_the_end_of_the_next(monkeypatch):

@@ -190,12 +190,13 @@ def of_edit(row: Sequence[str]) -> list[Figures]:
 
 
 def base_image() -> Image.Image:
-    """Return two held-out images of each edit, as rows: control (grey without one), result, target."""
-    columns = []
+    """Return two held-out images of each edit, as columns: control (grey without one), result, target."""
+    columns: list[list[np.ndarray]] = []
     for name in EDITS:
+        columns.append([])
         for one in cases(name, SHAPES)[:2]:
             control = np.full_like(one.control, 128) if name == TEXT else one.control
-            columns.append([control, one.result, one.target])
+            columns[-1] += [control, one.result, one.target]
     return grid(list(zip(*columns, strict=True)))
 
 
@@ -207,6 +208,8 @@ SECTIONS = [
         {"right, %": 0, "PSNR, dB": 1, "unedited, dB": 1},
         corner="edit",
         image=base_image,
+        headers=list(EDITS),
+        labels=2 * ("control", "result", "target"),
     )
 ]
 

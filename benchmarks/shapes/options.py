@@ -81,7 +81,7 @@ def recipes_image() -> Image.Image:
         former, present = (samples(train(*RECIPES[name], *of_edit(edit))[0], 100) for name in ("former", "all three"))
         for name in list(former)[:2]:
             rows.append([former[name].control, former[name].result, present[name].result, former[name].target])
-    return grid([[part for row in rows[index::2] for part in row] for index in range(2)])
+    return grid(rows)
 
 
 MOMENTS = (25, 50, 75, 100)
@@ -162,6 +162,8 @@ SECTIONS = [
         {**dict.fromkeys(TAUGHT, 2), VAL_LOSS: 3},
         draw=draw_taught,
         image=recipes_image,
+        headers=("control", "former", "all three", "target"),
+        labels=TAUGHT,
     ),
     Section(
         "rates",

@@ -181,4 +181,15 @@ def image() -> Image.Image:
     return grid([*results, [made(shown[0], edit)[0][crop].target for edit, crop in columns]]).quantize(256)
 
 
-SECTIONS = [Section("photographs", rows(), psnrs, dict.fromkeys(INSTRUCTIONS, 1), draw=draw, image=image)]
+SECTIONS = [
+    Section(
+        "photographs",
+        rows(),
+        psnrs,
+        dict.fromkeys(INSTRUCTIONS, 1),
+        draw=draw,
+        image=image,
+        headers=list(INSTRUCTIONS),
+        labels=[*(label for label in rows() if label.endswith(f" {SIZES[0]} px")), "target"],
+    )
+]

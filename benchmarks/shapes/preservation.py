@@ -164,6 +164,8 @@ SECTIONS = [
         corner="`objective.preserve`",
         draw=draw_old,
         image=preservation_image,
+        headers=[*OLD_EDITS, "no edit"],
+        labels=["control", "base", *(f"preserve: {label}" for label in PRESERVATION)],
     ),
     Section(
         "small_edit",
@@ -172,5 +174,7 @@ SECTIONS = [
         {"where it changes": 1, "elsewhere": 2},
         draw=draw_small,
         image=small_edit_image,
+        headers=["mark the smallest shape: eight held-out images"],
+        labels=["control", *SMALL_EDIT, "target"],
     ),
 ]

@@ -55,16 +55,17 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Section:
-    """A table of docs/quality.md, and perhaps its image.
+    """A table of docs/quality.md or benchmarks/quality.md, and perhaps its image.
 
     Attributes:
-        name: name of the markers in docs/quality.md, and of the records.
+        name: name of the markers in the page, and of the records.
         rows: overrides of train.py, and words without = that only `measure` knows, by the label of the row.
         measure: returns the figures of each seed from a row's overrides.
         columns: decimals by header.
         corner: header of the labels.
         draw: writes the data into WORK; called before the first row.
-        image: returns the image docs/NAME.png, once all rows are measured.
+        image: returns the image docs/NAME.png without its names, once all rows are measured.
+        headers, labels: names of the image's columns and rows.
         missing: returns why the rows cannot be measured on this machine, or None.
     """
 
@@ -75,6 +76,8 @@ class Section:
     corner: str = ""
     draw: Callable[[], None] | None = None
     image: Callable[[], Image.Image] | None = None
+    headers: Sequence[str] = ()
+    labels: Sequence[str] = ()
     missing: Callable[[], str | None] = lambda: None
 
     def hash(self, label: str) -> str:

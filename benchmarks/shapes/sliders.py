@@ -121,5 +121,7 @@ SECTIONS = [
         corner="`lora_scale`",
         draw=draw_sliders,
         image=slider_image,
+        headers=["control", *map(str, SCALES)],
+        labels=list(SLIDERS),
     )
 ]

@@ -294,6 +294,9 @@ def in_band(words: Sequence[str]) -> list[Figures]:
 # Image
 
 
+PROMPTED = slice(CHOICE, CHOICE + 8)  # the prompts of the image
+
+
 def subject_image() -> Image.Image:
     """Return the training image and eight prompts, as columns: the base, rank 16 at its best, answers."""
     rows: list[list[np.ndarray]] = []
@@ -302,8 +305,8 @@ def subject_image() -> Image.Image:
         rate, step = best(overrides)
         run = train(*overrides, f"optimizer.lr={rate}", seeds=SEEDS)[0]
         for moment in (step,) if rows else (0, step):
-            rows.append([training, *results(run, moment)[CHOICE : CHOICE + 8]])
-    answers = [answer(one) for one in asked()[CHOICE : CHOICE + 8]]
+            rows.append([training, *results(run, moment)[PROMPTED]])
+    answers = [answer(one) for one in asked()[PROMPTED]]
     return grid([*rows, [np.full_like(training, 128), *map(np.asarray, answers)]])
 
 
@@ -326,6 +329,8 @@ SECTIONS = [
         {"learning rate": 4, "step": 0, **dict.fromkeys(FIGURES, 0)},
         draw=draw_data,
         image=subject_image,
+        headers=["training image", *(one.prompt.replace(SUBJECT, "...") for one in asked()[PROMPTED])],
+        labels=["the base", *SIXTEEN, *PLACED, "answer"],
     ),
     Section(
         "subject_steps",

@@ -26,7 +26,7 @@ from datamodules.images.samples import Sample
 from extras.page.answers import entry, page, post
 from extras.page.jobs import Jobs, user_of
 from extras.page.runs import DECODING, SMALL, Shelf, tail
-from extras.page.start import asked_by, composed
+from extras.page.start import arguments_of, asked_by, composed
 from foundation.errors import UserError
 from foundation.files import read_text, reading, replacing
 from foundation.settings import declared
@@ -122,7 +122,7 @@ class DataPage:
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        handlers = (self.open, self.start, self.save, self.preview, self.apply, self.mask)
+        handlers = (self.open, self.found, self.start, self.save, self.preview, self.apply, self.mask)
         posts = [post(f"/data/{handler.__name__}", handler) for handler in handlers]
         return [Route("/data", self.show), Route("/data/image", self.image), *posts]
 
@@ -188,6 +188,21 @@ class DataPage:
         if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
             raise UserError(f"{others[0]}: this setting belongs to neither data nor model. Leave it out.")
         return HTMLResponse("", headers={"hx-redirect": f"/data?set={self._scan(words)}"})
+
+    def found(self, request: Request, form: FormData) -> Response:
+        """Show what the folder in the form of the tab Start contains."""
+        root = str(form.get("data.root", "")).strip()
+        if not Path(root).expanduser().exists():
+            return page("found.html", problem=root and "This machine has no such file or folder.")
+        try:
+            arguments = arguments_of(form)
+            data = [one for one in arguments if re.match(r"[+~]*data[.=]", one)]
+            choices = composed(*read_values(arguments, "train")).hydra.runtime.choices
+            key = self._scan([f"model={choices.model}", *data])
+        except UserError as error:  # while images are still being uploaded
+            return page("found.html", problem=str(error))
+        captions = {name: caption_of(one)[0] for name, one in self.sets[key].samples.items()}
+        return page("found.html", key=key, captions=captions, images_of=images_of, **vars(self.sets[key]))
 
     def _scan(self, words: list[str]) -> str:
         """Find the samples of settings of predict.py, and return the key of the set."""
