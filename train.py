@@ -13,8 +13,8 @@ from cli.check_values import check_ranges, check_run, check_shards
 from cli.folders import output_in_use
 from cli.placement import queued_again
 from cli.resolvers import CONF
-from cli.terminal import command_line, configure_logging, end_workers, one_line_errors
-from runs.run_folder import shorten
+from cli.terminal import command_line, configure_logging, end_workers, is_first_process, kept_log, one_line_errors
+from runs.run_folder import RunFolder, shorten
 from runs.signals import stop
 
 
@@ -41,7 +41,7 @@ def job(cfg: DictConfig) -> float | None:
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the resolved name, for the run's config.yaml
     try:
-        with one_line_errors(in_sweep), stop.listening():
+        with contextlib.ExitStack() as kept, one_line_errors(in_sweep), stop.listening():
             task = chosen_task(cfg.task, "train")
             check_keys(cfg, "train")
             check_ranges(cfg, "train")
@@ -50,6 +50,8 @@ def job(cfg: DictConfig) -> float | None:
             with contextlib.ExitStack() as around:
                 if cfg.task == "fit":
                     around.enter_context(output_in_use(output_dir))
+                    if is_first_process():
+                        kept.enter_context(kept_log(RunFolder(output_dir)))
                     around.enter_context(queued_again(cfg.resume))
                     if url is not None:
                         from cli.uploads import mirrored  # imports PyTorch

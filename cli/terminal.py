@@ -11,12 +11,16 @@ import signal
 import stat
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from typing import Any, TextIO
 
 from foundation.errors import UserError, printable
+from foundation.locks import open_own
+from runs.run_folder import RunFolder
 from runs.signals import Stopped, stop
 
 log = logging.getLogger("retouch")
@@ -38,6 +42,8 @@ LOST_PEER = (
     "another process of this run has ended. Its own line says why; if it has none, it was killed, as by a system that "
     "is out of memory, or its machine is gone. Start again; a run resumes from its last checkpoint by ckpt_path=last."
 )
+# Sequences by which a terminal changes colours and moves its cursor.
+TERMINAL_CODES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 # prctl(2): the signal that a process receives when its parent ends.
 PARENT_DEATH_SIGNAL = 1
 # Variables by which Lightning, torchrun and Slurm pass a process its rank.
@@ -134,6 +140,49 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         print(printable(self.format(record), "\n\t"), file=sys.stderr)
+
+
+class _Kept:
+    """A stream whose complete lines are also appended to a file, without colours and redrawn bars."""
+
+    def __init__(self, stream: TextIO, file: FileIO) -> None:
+        self._stream, self._file, self._rest = stream, file, ""
+
+    def write(self, text: str) -> int:
+        *lines, rest = (self._rest + text).split("\n")
+        self._rest = rest.rpartition("\r")[2]
+        shown = (TERMINAL_CODES.sub("", line.rpartition("\r")[2]).rstrip() for line in lines)
+        with suppress(OSError):  # a full disk ends no run
+            self._file.write("".join(printable(line, "\t") + "\n" for line in shown).encode())
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def kept_log(run: RunFolder) -> Iterator[None]:
+    """Temporarily append the output to the run's log, unless it goes there already; a run without settings has none."""
+    from hydra.errors import HydraException
+
+    stream, fresh, goes_there = sys.stderr, not run.log.exists(), False
+    with open_own(run.log) as file:
+        with suppress(OSError):  # a stream without a file
+            goes_there = os.path.sameopenfile(stream.fileno(), file.fileno())  # the page has started this command
+        if goes_there:
+            yield
+            return
+        sys.stderr = _Kept(stream, file)
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, HydraException):  # Python prints the traceback after this
+                file.write(traceback.format_exc().encode())
+            raise
+        finally:
+            sys.stderr = stream
+            if fresh and not run.config.exists():
+                run.log.unlink()
 
 
 def silence_libraries() -> None:

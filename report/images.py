@@ -167,7 +167,7 @@ def sample_files(run: RunFolder, last: float = math.inf) -> dict[int, dict[str, 
 
 
 def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Path, int], str]) -> list[dict[str, Any]]:
-    """Return the rows of a page: the last image of each sample, with its results at all steps.
+    """Return the rows of a page: the last image of each sample, with its results, named, at all steps in one column.
 
     Args:
         samples: result of `sample_files`.
@@ -179,16 +179,37 @@ def sample_rows(samples: Mapping[int, Mapping[str, Path]], address: Callable[[Pa
             facts, height, widths = file.info, file.height, list(map(int, file.info[PARTS].split()))
         prompt, has_target = facts.get("prompt", ""), NO_TARGET not in facts
         count = len(widths) - has_target - 1
+        results = [
+            (address(files[name], count), f"after step {step}" if step else "before") if name in files else None
+            for step, files in samples.items()
+        ]
         rows.append(
             {
+                "name": name,
                 "prompt": prompt if has_target else f"{prompt} (of sample_root)",
                 "controls": [address(path, index) for index in range(count)],
-                "results": [address(files[name], count) if name in files else None for files in samples.values()],
+                "columns": [results],
                 "target": address(path, count + 1) if has_target else "",
                 "size": "small" if max(widths[count], height) <= THUMBNAIL else "",
             }
         )
     return rows
+
+
+def compared_rows(runs: Mapping[str, tuple[Sequence[int], list[dict[str, Any]]]]) -> tuple[list[int], list[Any]]:
+    """Return all steps of several runs, and a row for each sample: a column of results for each run.
+
+    A run that has no images of a step shows those of its last one before. Each has its steps and `sample_rows`.
+    """
+    steps = sorted({step for own, _ in runs.values() for step in own})
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for index, (run, (own, found)) in enumerate(runs.items()):
+        for row in found:
+            shown = rows.setdefault((row["name"], row["prompt"]), row | {"columns": [[] for _ in runs]})
+            results = {step: result for step, result in zip(own, row["columns"][0], strict=True) if result}
+            at = [max((one for one in results if one <= step), default=None) for step in steps]
+            shown["columns"][index] = [one is not None and (results[one][0], f"{run}, step {one}") for one in at]
+    return steps, list(rows.values())
 
 
 def last_strips(run: RunFolder, last: float = math.inf) -> Iterator[Strip]:

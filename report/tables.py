@@ -13,6 +13,7 @@ from foundation.files import read_bytes, reading, replacing
 # Comparisons of a metric besides result and target, by their indices in (source, result, target).
 ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
 POINTS = 2000  # of a curve at most
+DIVERGED = 10  # times the usual reach of a chart's lines, beyond which a line does not set the scale
 MOST_BYTES, MOST_ROWS = 2**26, 300_000  # of a table that is read as a whole
 COLORS = "abcdef"
 
@@ -21,13 +22,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Line(NamedTuple):
-    """A column over its steps."""
+    """A column over its steps, as a series of uPlot."""
 
-    name: str
+    label: str
     column: str
     color: str
-    faint: bool = False
-    dashed: bool = False
+    alpha: float = 1
+    dash: tuple[int, ...] = ()
 
 
 def read_validation(path: Path) -> list[dict[str, float]]:
@@ -110,19 +111,20 @@ def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[
 
 def curves(metrics: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     """Return the charts of the page, each with its lines."""
-    charts = [_chart(metrics, Line("", "loss", "a", faint=True), Line("training loss", "loss_avg", "a"))]
+    loss = [Line("each step", "loss", "a", alpha=0.4), Line("average", "loss_avg", "a")]
+    charts = [_chart("training loss", [(metrics, line) for line in loss])]
     if validation:
         columns = validation[-1].keys() - {"step"}
         bands = sorted(name for name in columns if name.startswith("val_loss_t"))
         names = [f"t {n / len(bands):.2g} to {(n + 1) / len(bands):.2g}" for n in range(len(bands))]
-        charts.append(_chart(validation, Line("validation loss", "val_loss", "b")))
-        charts.append(_chart(validation, *map(Line, names, bands, COLORS)))
+        named = {"validation loss": [Line("all timesteps", "val_loss", "b")]}
+        named["validation loss by timestep"] = list(map(Line, names, bands, COLORS))
         for name in metric_names(validation[-1]):
-            lines = [Line(name, name, "c")]
+            named[name] = [Line("result", name, "c")]
             if f"{name}_nothing" in columns:  # only of edits
-                lines.append(Line("to the source", f"{name}_source", "b"))
-                lines.append(Line("of doing nothing", f"{name}_nothing", "a", dashed=True))
-            charts.append(_chart(validation, *lines))
+                named[name].append(Line("to the source", f"{name}_source", "b"))
+                named[name].append(Line("of doing nothing", f"{name}_nothing", "a", dash=(5, 4)))
+        charts += [_chart(title, [(validation, line) for line in lines]) for title, lines in named.items()]
     return [chart for chart in charts if chart["lines"]]
 
 
@@ -136,31 +138,29 @@ def compared_curves(runs: Mapping[str, tuple[Rows, Rows]]) -> list[dict[str, Any
     measured = dict.fromkeys(
         name for _, rows in runs.values() if rows for name in ("val_loss", *metric_names(rows[-1]))
     )
-    charts = [[(runs[name][0], Line(name, "loss_avg", ink)) for name, ink in inks.items()]]
-    charts += [[(runs[name][1], Line(name, metric, ink)) for name, ink in inks.items()] for metric in measured]
-    titles = ["training loss", *(name.replace("val_loss", "validation loss") for name in measured)]
-    drawn = [{**_draw(lines), "title": title} for lines, title in zip(charts, titles, strict=True)]
-    return [chart for chart in drawn if chart["lines"]]
+    charts = [_chart("training loss", [(runs[name][0], Line(name, "loss_avg", ink)) for name, ink in inks.items()])]
+    for metric in measured:
+        lines = [(runs[name][1], Line(name, metric, ink)) for name, ink in inks.items()]
+        charts.append(_chart(metric.replace("val_loss", "validation loss"), lines))
+    return [chart for chart in charts if chart["lines"]]
 
 
-def _chart(rows: Rows, *lines: Line) -> dict[str, Any]:
-    """Return a chart of columns of one table."""
-    return _draw([(rows, line) for line in lines])
+def _chart(title: str, lines: Sequence[tuple[Rows, Line]]) -> dict[str, Any]:
+    """Return the thinned lines and the range of the axis; points that are not finite are counted in the title.
 
-
-def _draw(lines: Sequence[tuple[Rows, Line]]) -> dict[str, Any]:
-    """Return the thinned lines, the range of the axis, and a note on points that are not finite.
-
-    The axis leaves out the hundredth of a faint line's points at either end, which would flatten the rest.
+    The range leaves out the hundredth of a line's points at either end, and diverged lines: both would flatten the rest.
     """
-    drawn, values, broken = [], [], 0
+    drawn, ends, broken = [], [], 0
     for rows, line in lines:
-        known = [(int(float(row["step"])), float(row[line.column])) for row in rows if line.column in row]
-        points = [point for point in known if math.isfinite(point[1])]
+        known = {int(float(row["step"])): float(row[line.column]) for row in rows if line.column in row}
+        points = {step: value for step, value in known.items() if math.isfinite(value)}
         broken += len(known) - len(points)
         if points:
-            drawn.append({**line._asdict(), "points": points[:: -(-len(points) // POINTS)]})
-            far = len(points) // 100 if line.faint else 0
-            values += sorted(value for _, value in points)[far : len(points) - far]
-    note = f"{broken} points not finite" if broken else ""
-    return {"lines": drawn, "range": [min(values), max(values)], "note": note} if values else {"lines": []}
+            steps = list(points)[:: -(-len(points) // POINTS)]
+            drawn.append({**line._asdict(), "x": steps, "y": [points[step] for step in steps]})
+            ordered, far = sorted(points.values()), len(points) // 100
+            ends.append((ordered[far], ordered[-1 - far]))
+    usual = statistics.median_low(max(map(abs, pair)) for pair in ends) if ends else 0
+    shown = [end for pair in ends if max(map(abs, pair)) <= DIVERGED * (usual or math.inf) for end in pair]
+    title += f", points not finite: {broken}" if broken else ""
+    return {"title": title, "lines": drawn, "range": [min(shown, default=0), max(shown, default=0)]}

@@ -54,7 +54,8 @@ class RunFolder:
         metrics: table with a row for each optimizer step.
         validation: table with a row for each set of sample images.
         grid: control, before, after and target.
-        log: output of a command that the page of studio.py started.
+        log: output of its commands.
+        note: a person's words on the run, after a star if it has one.
         active_ranks: histogram of the ranks of a T-LoRA.
         requests: folder of the files of `REQUESTS`; exists while the run trains.
     """
@@ -71,6 +72,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.grid = self.path / "grid.png"
         self.log = self.path / "log.txt"
+        self.note = self.path / "note.txt"
         self.active_ranks = self.path / "active_ranks.png"
         self.requests = self.path / "requests"
         # A mark that exists during a save, and after one that has failed.
@@ -119,6 +121,15 @@ class RunFolder:
     def saved_steps(self, kind: str) -> dict[int, Path]:
         """Return the folders of weights by step, without the second ones of an EMA (step-000100-raw)."""
         return _by_step(self.path.glob(f"{kind}/step-*"))
+
+    def lora_files(self) -> dict[str, Path]:
+        """Return the LoRA files in `last`, `best` and, of the newest export, `export`; without links to elsewhere."""
+        found = {}
+        for place in ("*/last", "*/best", "export"):
+            for path in sorted(self.path.glob(f"{place}/[!.]*.safetensors"), key=lambda path: path.lstat().st_mtime):
+                if path.resolve().is_relative_to(self.path.resolve()) and "-of-" not in path.name:  # a transformer's
+                    found[path.parent.name] = path
+        return found
 
     def samples_of(self, step: int) -> Path:
         """Return the folder of the sample images of one step."""

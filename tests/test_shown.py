@@ -23,7 +23,7 @@ from foundation.errors import UserError
 from foundation.files import replacing, replacing_folder, short_name
 from report.images import LONGEST, file_names, in_a_row, save_png, to_image
 from report.quoting import is_parsed, override, portable_path
-from report.tables import curves
+from report.tables import compared_curves, curves
 from runs.run_folder import best_effort
 from tasks.contact_sheet import contact_sheet
 from tests.support.commands import compose, short
@@ -186,18 +186,27 @@ def test_spikes_do_not_set_the_scale_and_are_drawn():
     losses[9] = math.nan
     [chart] = curves(rows(losses), [])
     assert 0.7 < chart["range"][0] < chart["range"][1] < 1.3
-    assert chart["note"] == "1 points not finite"
-    points = chart["lines"][0]["points"]
-    assert [step for step, value in points if value > 2] == [4, 778, 1504]
+    assert chart["title"] == "training loss, points not finite: 1"
+    line = chart["lines"][0]
+    assert [step for step, value in zip(line["x"], line["y"], strict=True) if value > 2] == [4, 778, 1504]
     json.dumps(chart, allow_nan=False)
 
 
 def test_a_short_curve_is_whole():
     [chart] = curves(rows(math.exp(-n / 60) for n in range(90)), [])
     assert chart["range"] == [pytest.approx(math.exp(-89 / 60)), 1.0]
-    assert chart["note"] == ""
-    assert curves(rows([math.nan] * 3), [])[0]["lines"][0]["name"] == "training loss"
+    assert chart["title"] == "training loss"
+    assert curves(rows([math.nan] * 3), [])[0]["lines"][0]["label"] == "average"
     assert curves([], []) == []
+
+
+def test_a_diverged_run_does_not_set_the_scale_wherever_it_diverges():
+    calm, late = rows([1.0, 0.5, 0.4]), rows([1.0, 0.5, 0.4])
+    late[-1]["loss_avg"] = "1e6"
+    [chart] = compared_curves({"calm": (calm, []), "late": (late, [])})
+    assert chart["range"] == [1, 1]
+    [chart] = compared_curves({"calm": (calm, []), "twice": ([{"step": "1", "loss_avg": "2"}], [])})
+    assert chart["range"] == [1, 2]
 
 
 def test_time_left_is_judged_by_steps_after_the_first(monkeypatch, caplog):

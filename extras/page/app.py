@@ -25,7 +25,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from extras.page.answers import HERE, entry, mistake
 from extras.page.data import DataPage
+from extras.page.folders import FoldersPage
 from extras.page.jobs import Jobs
+from extras.page.keeping import KeepPage
 from extras.page.runs import RunsPage, Shelf
 from extras.page.start import StartPage
 from extras.page.tryout import TryPage
@@ -37,7 +39,7 @@ log = logging.getLogger("retouch")
 
 OUTPUTS = Path("outputs")
 STATIC = {
-    path.name: path for path in (REPORT.with_name("page.css"), REPORT.with_name("page.js"), *HERE.glob("*.[cj]s*"))
+    path.name: path for folder in (HERE, REPORT.parent, REPORT.with_name("vendor")) for path in folder.glob("*.[cj]s*")
 }
 # Windows' SO_REUSEADDR would let two pages share a port.
 ONE_LISTENER = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
@@ -156,9 +158,11 @@ def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard
         Route("/", lambda request: RedirectResponse("/runs")),
         Route("/static", lambda request: FileResponse(entry(STATIC, request.query_params.get("file")))),
         *RunsPage(shelf, jobs).routes(),
+        *KeepPage(shelf, jobs).routes(),
         *tries.routes(),
         *DataPage(shelf, jobs).routes(),
         *StartPage(shelf, jobs).routes(),
+        *FoldersPage(outputs.parent / "uploads").routes(),
     ]
     mistakes: Any = dict.fromkeys((UserError, HTTPException, Exception), mistake)
     return Guard(Starlette(routes=routes, exception_handlers=mistakes), token, local)

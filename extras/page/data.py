@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -24,7 +25,7 @@ from datamodules.images.samples import Sample
 from extras.page.answers import entry, page, post
 from extras.page.jobs import Jobs, user_of
 from extras.page.runs import DECODING, SMALL, Shelf, tail
-from extras.page.start import asked_by, composed
+from extras.page.start import arguments_of, asked_by, composed
 from foundation.errors import UserError
 from foundation.files import read_text, replacing
 from report.tables import read_metrics
@@ -58,7 +59,9 @@ class DataPage:
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        posts = [post(f"/data/{handler.__name__}", handler) for handler in (self.open, self.start, self.save)]
+        posts = [
+            post(f"/data/{handler.__name__}", handler) for handler in (self.open, self.found, self.start, self.save)
+        ]
         return [Route("/data", self.show), Route("/data/image", self.image), *posts]
 
     def show(self, request: Request) -> Response:
@@ -107,19 +110,39 @@ class DataPage:
 
     def open(self, request: Request, form: FormData) -> Response:
         """Scan the data of a run, or of typed settings."""
+        with hydras_errors("predict"):
+            words = shlex.split(str(form.get("settings", "")).replace("\\", BACKSLASH))
+        if run := form.get("run"):
+            asked = asked_by(self.shelf.get(str(run)), "predict")
+            lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
+            # Without the folders that are written to: a run may come from elsewhere.
+            pattern = r"\+?data(?!\.source\.folder|\.cache_dir)[.=]|model(\.pretrained\w*)?="
+            words = [line for line in lines if re.match(pattern, line)]
+        if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
+            remedy = "Leave it out." if "=" in others[0] else f"Write data.root={others[0]}."
+            raise UserError(f"{others[0]}: this setting belongs to neither data nor model. {remedy}")
+        return HTMLResponse("", headers={"hx-redirect": f"/data?set={self._scan(words)}"})
+
+    def found(self, request: Request, form: FormData) -> Response:
+        """Show what the folder in the form of the tab Start contains."""
+        root = str(form.get("data.root", "")).strip()
+        if not Path(root).expanduser().exists():
+            return page("found.html", problem=root and "This machine has no such file or folder.")
+        try:
+            arguments = arguments_of(form)
+            data = [one for one in arguments if re.match(r"[+~]*data[.=]", one)]
+            choices = composed(*read_values(arguments, "train")).hydra.runtime.choices
+            key = self._scan([f"model={choices.model}", *data])
+        except UserError as error:  # while images are still being uploaded
+            return page("found.html", problem=str(error))
+        captions = {name: caption_of(one)[0] for name, one in self.sets[key]["samples"].items()}
+        return page("found.html", key=key, captions=captions, images_of=images_of, **self.sets[key])
+
+    def _scan(self, words: list[str]) -> str:
+        """Find the samples of settings of predict.py, and return the key of the set."""
         from tasks.models import without_network
 
         with hydras_errors("predict"):
-            words = shlex.split(str(form.get("settings", "")).replace("\\", BACKSLASH))
-            if run := form.get("run"):
-                asked = asked_by(self.shelf.get(str(run)), "predict")
-                lines = [*map("=".join, asked.items()), *asked["more"].split("\n")]
-                # Without the folders that are written to: a run may come from elsewhere.
-                pattern = r"\+?data(?!\.source\.folder|\.cache_dir)[.=]|model(\.pretrained\w*)?="
-                words = [line for line in lines if re.match(pattern, line)]
-            if others := [word for word in words if not re.match(r"[+~]*(data|model)[.=/]", word)]:
-                remedy = "Leave it out." if "=" in others[0] else f"Write data.root={others[0]}."
-                raise UserError(f"{others[0]}: this setting belongs to neither data nor model. {remedy}")
             given, skip = read_values(words, "predict"), ("data.on_missing=skip", "data.on_bad_image=skip")
             cfg = composed(*given, *skip, script="predict")  # notes name the skipped ones
             cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
@@ -132,7 +155,7 @@ class DataPage:
         samples = {one.key: one for one in (*found.samples, *filter(whole.is_held_out, known))}
         jobs = {task: RunFolder(self.shelf.outputs / "studio" / key / task) for task in ("inspect", "caption")}
         self.sets[key] = {"settings": text, "jobs": jobs, "sample_set": whole, "samples": samples, "notes": found.notes}
-        return HTMLResponse("", headers={"hx-redirect": f"/data?set={key}"})
+        return key
 
     def start(self, request: Request, form: FormData) -> Response:
         """Start a task on a data set as a process of its own."""

@@ -70,7 +70,9 @@ class Jobs:
             run.path.mkdir(parents=True, exist_ok=True)
             with open_own(run.log) as log, open_own(run.path / LOCK) as lock:
                 lock.write(lock_content(os.getpid()))
-                if "task=inspect" not in arguments:  # which loads no model; refused starts and full disks free nothing
+                if not {"task=inspect", "task=export"} & {
+                    *arguments
+                }:  # which load no model; refused starts free nothing
                     self.free()
                 process = subprocess.Popen(
                     [sys.executable, str(TRAIN.with_stem(script)), *arguments],

@@ -1,14 +1,15 @@
 """The tab Runs: the runs below outputs/, one of them, several compared, and buttons that act on a running one."""
 
 import io
-import math
 import os
+import re
 import shlex
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from cli.arguments import require_own
 from cli.resuming import OF_A_START
 from extras.page.answers import page, post
 from extras.page.jobs import Jobs, user_of
+from extras.page.progress import advice, memory, monitored, time_left
 from foundation.errors import UserError, listing, printable
-from foundation.files import read_bytes, reading, reason
+from foundation.files import read_bytes, reading, reason, require_file
 from foundation.locks import LOCK
 from foundation.settings import flat_settings
-from report.images import opened_png, read_strip, sample_files, sample_rows
+from report.images import compared_rows, opened_png, read_strip, sample_files, sample_rows
 from report.quoting import program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.config_file import read_config, resolvable
@@ -72,10 +74,17 @@ class Shelf:
             raise HTTPException(404, f"there is no {printable(name)} here. Reload the page.")
         return RunFolder(folder)
 
-    def newest(self) -> list[str]:
-        """Return the names of all runs, those that run and then the newest first; their files are not read."""
-        started = {name: (state_of(run) == "running", _started(run)) for name, run in self.runs().items()}
-        return sorted(started, key=started.__getitem__, reverse=True)
+    def found(self, search: str = "", sort: str = "") -> list[str]:
+        """Return the names of runs with these words; those that run, then the newest first, or sorted by -COLUMN."""
+        runs = self.runs()
+        usual = lambda name: (state_of(runs[name]) == "running", _started(runs[name]))  # noqa: E731
+        names = sorted(runs, key=usual, reverse=True)
+        if words := search.lower().split():
+            texts = {name: f"{name} {_model(run)} {tail(run.note)} {state_of(run)}" for name, run in runs.items()}
+            names = [name for name in names if all(word in texts[name].lower() for word in words)]
+        if (column := sort.removeprefix("-")) in SORTS:
+            names.sort(key=lambda name: SORTS[column](name, runs[name]), reverse=sort != column)
+        return names
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -88,10 +97,38 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.yaml", "log.txt"))
 
 
-def _started(run: RunFolder) -> float:
+def _time(path: Path) -> float:
     with suppress(OSError):
-        return (run.config if run.config.is_file() else run.path).stat().st_mtime
+        return path.stat().st_mtime
     return 0.0
+
+
+def _started(run: RunFolder) -> float:
+    return _time(run.config if run.config.is_file() else run.path)
+
+
+def _model(run: RunFolder) -> str:
+    """Return the name of a run's model; the rest of its config.yaml is not parsed."""
+    found = re.search("^model_name: (.+)$", tail(run.config), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _last(run: RunFolder, column: str) -> float:
+    """Return a figure of a run's last step, 0 without one."""
+    with suppress(OSError, ValueError, KeyError):
+        return float(last_metrics(run.metrics)[column])
+    return 0.0
+
+
+# Columns of the list by which it is sorted.
+SORTS: dict[str, Callable[[str, RunFolder], Any]] = {
+    "run": lambda name, run: name,
+    "date": lambda name, run: _started(run),
+    "duration": lambda name, run: _last(run, "seconds"),
+    "state": lambda name, run: state_of(run),
+    "step": lambda name, run: _last(run, "step"),
+    "model": lambda name, run: _model(run),
+}
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
@@ -104,10 +141,14 @@ def _settings(path: Path, modified: int) -> dict[str, Any]:
     return read_config(path)
 
 
+def resolved(path: Path, key: str) -> Any:
+    """Return a setting in a config.yaml, which may refer to another one."""
+    return _resolved(path, path.stat().st_mtime_ns, key)
+
+
 @lru_cache(1000)
-def _max_steps(path: Path, modified: int) -> Any:
-    """Return the steps of a run, which may refer to another setting."""
-    return OmegaConf.select(OmegaConf.create(resolvable(path)), "trainer.max_steps", throw_on_resolution_failure=False)
+def _resolved(path: Path, modified: int, key: str) -> Any:
+    return OmegaConf.select(OmegaConf.create(resolvable(path)), key, throw_on_resolution_failure=False)
 
 
 def state_of(run: RunFolder) -> str:
@@ -122,7 +163,8 @@ def state_of(run: RunFolder) -> str:
 def summarize(name: str, run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list; in a damaged run's, the reason replaces the model."""
     row: dict[str, Any] = {"name": name, "state": "failed", "step": "0", "max_steps": None, "figures": {}}
-    row |= {"model": "", "thumb": ""}
+    row |= {"model": "", "thumb": "", "duration": "", "note": tail(run.note)}
+    row["date"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(_started(run)))
     try:
         with reading(run.path, "repair or remove it"):
             row |= {"state": state_of(run), "thumb": _thumb(run)}
@@ -130,11 +172,13 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
             row["step"], row["model"] = last.get("step", "0"), settings.get("model_name", "")
             row["max_steps"] = settings.get("trainer", {}).get("max_steps")
             if isinstance(row["max_steps"], str):
-                row["max_steps"] = _max_steps(run.config, run.config.stat().st_mtime_ns)
+                row["max_steps"] = resolved(run.config, "trainer.max_steps")
             row["figures"] = {shown: float(last[key]) for shown, key in FIGURES.items() if key in last}
             if measured := read_validation(run.validation):
-                monitor = settings.get("monitor") or ("psnr" if "psnr" in measured[-1] else "val_loss")
-                row["figures"][monitor] = measured[-1].get(monitor, math.nan)
+                monitor = monitored(settings, measured[-1])
+                row["figures"][monitor] = measured[-1][monitor]
+            if "seconds" in last:
+                row["duration"] = str(timedelta(seconds=round(float(last["seconds"]))))
     except (UserError, OmegaConfBaseException) as error:
         row["model"] = reason(error)
     return row
@@ -152,12 +196,18 @@ def _sample_rows(name: str, run: RunFolder) -> tuple[list[int], list[dict[str, A
 
 
 def tail(path: Path) -> str:
-    """Return the end of a log, "" without one."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG))
-        return file.read().decode(errors="replace")
+    """Return the end of a file's text, "" without one."""
+    with suppress(OSError):
+        require_file(path)
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG))
+            return file.read().decode(errors="replace")
+    return ""
+
+
+def _last_words(log: str) -> str:
+    """Return the last line of a log that is no part of a box."""
+    return next((line for line in reversed(log.splitlines()) if line[:1].isalnum()), "starting")
 
 
 def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
@@ -216,11 +266,16 @@ class RunsPage:
 
     def show_all(self, request: Request) -> Response:
         """Show the list."""
-        asked = request.query_params.get("first", "0")
-        first = int(asked) if asked.isdecimal() else 0
-        names = self.shelf.newest()
+        asked = {name: request.query_params.get(name, "")[:200] for name in ("search", "sort", "first")}
+        first = int(asked["first"]) if asked["first"].isdecimal() else 0
+        names = self.shelf.found(asked["search"], asked["sort"])
         found = [summarize(name, self.shelf.get(name)) for name in names[first : first + LISTED]]
-        return page("runs.html", tab="runs", runs=found, count=len(names), first=first, listed=LISTED)
+        queue: list[str] = []
+        with suppress(UserError):  # a damaged queue, which Start shows
+            queue = [one for one in self.jobs.waiting() if asked["search"].lower() in f"{one} queued".lower()]
+        values: dict[str, Any] = {"runs": found, "count": len(names), "first": first, "listed": LISTED, "asked": asked}
+        values |= {"queue": queue, "failed": self.jobs.failed, "columns": SORTS, "urlencode": urlencode}
+        return page("runs.html", tab="runs", **values)
 
     def show(self, request: Request) -> Response:
         """Show a run."""
@@ -229,16 +284,26 @@ class RunsPage:
         with reading(run.path, "repair or remove it"):
             metrics, validation = read_metrics(run.metrics), read_validation(run.validation)
             (steps, rows), summary = _sample_rows(name, run), summarize(name, run)
+            job = RunFolder(run.path / "export")
+            owner, log = user_of(run.path) if summary["state"] == "running" else None, tail(run.log)
+            loads = owner is not None and not (metrics and _time(run.metrics) > _time(run.path / LOCK))
+            left = None if loads or not owner else time_left(metrics, summary["max_steps"], _time(run.metrics))
             return page(
                 "run.html",
                 tab="runs",
                 run=summary,
-                numbers=headline(metrics, validation),
+                numbers=[*headline(metrics, validation), *(memory(owner.pid) if owner and owner.is_here else ())],
+                doing=_last_words(log) if loads else "",
+                left=left,
+                advice=advice(settings_of(run), metrics, validation),
                 curves=curves(metrics, validation) if metrics else [],
                 rows=rows,
                 steps=steps,
-                log=tail(run.log),
+                log=log,
                 trains=run.requests.is_dir(),
+                files=run.lora_files(),
+                export=tail(job.log) and _last_words(tail(job.log)),
+                exports=user_of(job.path) is not None,
                 asked=[one for one in REQUESTS if (run.requests / one).exists()],
                 config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
                 report=run.report.is_file(),
@@ -260,14 +325,15 @@ class RunsPage:
         runs = {name: self.shelf.get(name) for name in names}
         with reading(f"one of {listing(names, len(COLORS))}", "repair or remove it"):
             tables = {name: (read_metrics(run.metrics), read_validation(run.validation)) for name, run in runs.items()}
+            steps, rows = compared_rows({name: _sample_rows(name, run) for name, run in runs.items()})
             return page(
                 "compare.html",
                 tab="runs",
                 names=names,
-                inks=dict(zip(names, COLORS, strict=False)),
                 curves=compared_curves(tables),
                 differences=differences(list(runs.values())),
-                images=[(name, *_sample_rows(name, run)) for name, run in runs.items()],
+                steps=steps,
+                rows=rows,
             )
 
     def report(self, request: Request) -> Response:

@@ -1,14 +1,14 @@
 """The tab Start: a form made from conf/, its command and dry run next to it, and the queue."""
 
 import json
-import os
 import re
 import secrets
 import shlex
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,16 @@ from cli.arguments import check_choice, hydras_errors, read_values
 from cli.folders import run_folder
 from cli.resuming import OF_A_START
 from extras.page.answers import page, post
-from extras.page.jobs import TRAIN, Jobs, run_below
+from extras.page.jobs import Jobs, run_below
+from extras.page.plans import Plans
 from extras.page.runs import Shelf, settings_of
+from foundation.catalogue import catalogue
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
 from foundation.internals import compose_settings
 from foundation.settings import CONF, Setting, declared, text_kind
 from report.quoting import SECRET, is_parsed, literal
+from report.tables import last_metrics
 from runs.run_folder import RunFolder
 
 GROUPS = [
@@ -39,11 +42,69 @@ GROUPS = [
 GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
 
 
+# Headings of the form by the first part of a key; all other settings are for experts.
+SECTIONS = {
+    "Data": ("data",),
+    "Adapter": ("adapter",),
+    "Training": ("objective", "optimizer", "scheduler", "trainer", "ema", "early_stopping", "seed", "monitor"),
+    "Sampling": ("sample_every", "sample_root"),
+    "Saving": ("save_every", "keep_checkpoints", "export", "hub"),
+}
+# Settings of runs that take the same time for a step, and runs that are looked at for one.
+DECIDE_TIME = ["model", "adapter._target_", "objective", "trainer.accumulate_grad_batches", "trainer.devices"]
+DECIDE_TIME += ["data._target_", "data.resolution", "data.batch_size"]
+LOOKED_AT = 50
+# Formats of the weights in the order of a model's memory, by the option of model/quantization.
+FORMATS = {"": "bf16", "fp8": "fp8", "nf4": "4 bits"}
+# Bytes of the GB that a card is sold with, by those of the GB that are estimated.
+GIB = 2**30 / 1e9
+
+
 @cache
 def fields() -> dict[str, Setting]:
-    """Return the settings of the form: those that --help lists, except of a start and secrets."""
-    listed = declared("train").listed().items()
-    return {key: one for key, one in listed if not (key in OF_A_START or SECRET.search(key))}
+    """Return the settings of the form: those with a rule and a help text, after the ones that --help lists."""
+    known = declared("train")
+    ordered = {**known.listed(), **{key: one for key, one in known.settings.items() if one.rule and one.help}}
+    return {key: one for key, one in ordered.items() if not (key in OF_A_START or "._" in key or SECRET.search(key))}
+
+
+def heading_of(key: str) -> str:
+    """Return the heading below which the form has a setting or a group."""
+    start = re.split("[./]", key)[0]
+    return next((heading for heading, starts in SECTIONS.items() if start in starts), "Expert")
+
+
+@cache
+def goals() -> dict[str, str]:
+    """Return the experiments that are named by what a person wants."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted((CONF / "experiment").glob("*.yaml"))}
+    found = {name: re.search(r"^# Goal: (.+)$", text, re.MULTILINE) for name, text in texts.items()}
+    return {name: goal[1] for name, goal in found.items() if goal}
+
+
+@cache
+def card() -> tuple[str, int] | None:
+    """Return name and GiB of this machine's first NVIDIA card."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
+        printed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        name, _, size = printed.splitlines()[0].rpartition(", ")
+        return name, round(float(size) / 1024)
+    return None
+
+
+def cards(memory: float) -> list[dict[str, Any]]:
+    """Return the models, those that fit a card of so many GiB first; 0: the card is not known."""
+    found = []
+    for model in catalogue().values():
+        needs = {name: max(one, model.encoding) for name, one in zip(FORMATS, model.training, strict=False)}
+        fits = next((name for name, need in needs.items() if need <= memory * GIB), None) if memory and needs else ""
+        listed = f"{', '.join(map(str, needs.values()))} GB in {', '.join(FORMATS.values())}"
+        verdict = "does not fit" if fits is None else f"fits in {FORMATS[fits]}" if memory and needs else ""
+        licence = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", model.licence)
+        row = {"model": model, "licence": licence, "fits": fits, "verdict": verdict}
+        found += [row | {"memory": listed if needs else "no GPU needed"}] if model.learns else []
+    return sorted(found, key=lambda one: (one["fits"] is None, not one["model"].learns.startswith("pairs")))
 
 
 @cache
@@ -95,9 +156,22 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
     return {**asked, "more": "\n".join(more)}
 
 
+def _memory_of(asked: Mapping[str, str]) -> float:
+    """Return the GiB of the card in the form, or of this machine's; 0 if neither is known."""
+    text = asked.get("memory") or str((card() or ("", 0))[1])
+    return float(text) if re.fullmatch(r"\d{1,4}(\.\d+)?", text) else 0.0
+
+
+def _at(settings: Any, key: str) -> Any:
+    """Return a part of nested settings."""
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None
+    return settings
+
+
 def arguments_of(asked: FormData) -> list[str]:
     """Return the arguments of train.py for the content of the form, without output_dir; errors as in `read_values`."""
-    texts = {name: str(text).strip() for name, text in asked.items()}
+    texts = {name: str(one) if text_kind(name) == "text" else str(one).strip() for name, one in asked.items()}
     named = [f"{name}={texts[name]}" for name in (*GROUPS, *fields()) if texts.get(name)]
     lines = [line.lstrip() for line in str(asked.get("more", "")).splitlines()]  # a prefix may end in a blank
     plain = [line if text_kind(line.lstrip("+").partition("=")[0]) == "text" else line.rstrip() for line in lines]
@@ -111,13 +185,12 @@ class StartPage:
 
     def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
         self.shelf, self.jobs, self.outputs = shelf, jobs, shelf.outputs
-        self._one_thread = threading.Lock()
-        self._plans: dict[str, subprocess.Popen[str]] = {}  # dry runs by their window
+        self.plans = Plans(self.outputs / ".plans")
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        at = {"/start": self.start, "/start/form": self.choose, "/plan": self.plan, "/queue": self.change_queue}
-        return [Route("/start", self.show), *(post(*one) for one in at.items())]
+        at = {"/start": self.start, "/start/form": self.choose, "/plan": self.estimate, "/queue": self.change_queue}
+        return [Route("/start", self.show), Route("/plan", self.plan), *(post(*one) for one in at.items())]
 
     def show(self, request: Request) -> Response:
         """Show the form, filled with the settings of a run if one is named, and the queue."""
@@ -125,22 +198,44 @@ class StartPage:
         return self._form(asked_by(self.shelf.get(name)) if name else {})
 
     def choose(self, request: Request, form: FormData) -> Response:
-        """Show the form with the defaults of the chosen groups."""
-        return self._form({key: str(value) for key, value in form.items()})
+        """Show the form with the defaults of the chosen groups and images.
+
+        Another goal brings its own groups; another model, the first format of its weights that fits the card.
+        """
+        asked = {key: str(value) for key, value in form.items()}
+        if asked.get("experiment") != asked.get("goal_before"):
+            asked |= dict.fromkeys((one for one in GROUPS if one != "experiment"), "")
+        elif asked.get("model") != asked.get("model_before"):
+            fits = {one["model"].name: one["fits"] for one in cards(_memory_of(asked))}
+            asked["model/quantization"] = fits.get(asked.get("model"), "") or ""
+        return self._form(asked)
 
     def _form(self, asked: dict[str, str]) -> Response:
         for group in GROUPS:
             check_choice(group, asked.get(group) or None, declared("train").groups[group])
-        cfg = composed(*(f"{group}={asked[group]}" for group in GROUPS if asked.get(group)))
+        chosen = [f"{group}={asked[group]}" for group in GROUPS if asked.get(group)]
+        with suppress(UserError):  # a mistake is shown with the command
+            chosen += read_values([f"data.root={asked['data.root']}"] if asked.get("data.root") else [], "train")
+        cfg, usual = composed(*chosen), composed(*(one for one in chosen if not one.startswith("model=")))
         choices, known = cfg.hydra.runtime.choices, declared("train")
-        values = {key: OmegaConf.select(cfg, key, default=...) for key in fields()}
+        values = {key: OmegaConf.select(cfg, key, default=..., throw_on_missing=False) for key in fields()}
         shown = [(key, fields()[key], _typed(value)) for key, value in values.items() if value is not ...]
+        name = Path(run_folder(None)).name
         return page(
             "start.html",
             tab="start",
-            asked={"output_dir": f"{self.outputs}/{Path(run_folder(None)).name}", **asked},
+            asked={"output_dir": f"{self.outputs}/{name}", "upload": name, "data.root": "", **asked},
             groups={group: (choices[group], known.groups[group]) for group in GROUPS},
+            goals=goals(),
+            cards=cards(_memory_of(asked)),
+            chosen=choices.model,
+            usual=usual.hydra.runtime.choices.model,
+            memory=_memory_of(asked),
+            card=card(),
+            formats=FORMATS,
             fields=shown,
+            headings=[*SECTIONS, "Expert"],
+            heading_of=heading_of,
             queue={run: without_credentials(shlex.join(one)) for run, one in self.jobs.waiting().items()},
             failed=self.jobs.failed,
             window=secrets.token_hex(4),
@@ -161,28 +256,30 @@ class StartPage:
             with self.jobs.changing() as waiting:
                 waiting[str(run)] = arguments
             return HTMLResponse("", headers={"hx-trigger": "queued"})
-        return page("plan.html", command=shlex.join(arguments))
+        return page("command.html", command=shlex.join(arguments), like=self._like(arguments[:-1]))
 
-    def plan(self, request: Request, form: FormData) -> Response:
-        """Show what the command prints with task=dry_run, and end the one before of the same window."""
-        window = str(form.get("window", ""))
-        command = [sys.executable, str(TRAIN), *arguments_of(form), f"output_dir={self.outputs}/.plan", "task=dry_run"]
-        with self._one_thread:
-            if (before := self._plans.get(window)) is not None:
-                before.kill()
-            environment = {**os.environ, "COLUMNS": "58"}
-            self._plans[window] = process = subprocess.Popen(
-                command, stderr=subprocess.PIPE, encoding="utf-8", env=environment
-            )
-        _, printed = process.communicate()
-        with self._one_thread:
-            if is_latest := self._plans.get(window) is process:
-                del self._plans[window]
-        if not is_latest:
-            return Response(status_code=204)
-        if process.returncode:
-            raise UserError(printed.rpartition("error: ")[2])
-        return page("plan.html", plan=printed[printed.find("╭") :])
+    def _like(self, arguments: list[str]) -> dict[str, Any] | None:
+        """Return the newest run that computed the same steps, with how long those of these arguments would take."""
+        cfg = composed(*read_values(arguments, "train"))
+        settings, steps = OmegaConf.to_container(cfg), OmegaConf.select(cfg, "trainer.max_steps")
+        for name in self.shelf.newest()[:LOOKED_AT]:
+            run = self.shelf.get(name)
+            with suppress(UserError, ValueError):
+                last, own = last_metrics(run.metrics), settings_of(run)
+                if "step" in last and all(_at(own, key) == _at(settings, key) for key in DECIDE_TIME):
+                    seconds = float(last["seconds"]) / int(last["step"]) * steps
+                    done = time.strftime("%H:%M", time.localtime(time.time() + seconds))
+                    return {"run": name, "seconds": timedelta(seconds=round(seconds)), "done": done}
+        return None
+
+    def estimate(self, request: Request, form: FormData) -> Response:
+        """Start a dry run, and show how far it is."""
+        key = self.plans.start(arguments_of(form), str(form.get("window", "")), "again" in form)
+        return page("plan.html", **self.plans.state(key))
+
+    def plan(self, request: Request) -> Response:
+        """Show a dry run's progress or result."""
+        return page("plan.html", **self.plans.state(request.query_params.get("key", "")))
 
     def change_queue(self, request: Request, form: FormData) -> Response:
         """Remove a run from the queue, or start it before the others."""

@@ -5,7 +5,6 @@ document.addEventListener("htmx:after:swap", () => {
     if (!slider.touched) slider.value = slider.max;
     showStep(slider);
   }
-  showPicked();
   showEnds();
 });
 const showEnds = () => document.querySelectorAll(".log:not(:hover, :focus)").forEach(log => { log.scrollTop = log.scrollHeight; });
@@ -13,21 +12,39 @@ showEnds();
 const message = document.getElementById("message");
 document.addEventListener("htmx:error", () => { message.textContent = "The page has ended. Start python studio.py again, and open its address."; });
 document.addEventListener("click", event => { if (!message.contains(event.target)) message.replaceChildren(); });
-document.addEventListener("input", event => { if (event.target.matches("input.step")) event.target.touched = true; });
-let picked = [];  // the last two results that were chosen, compared by a wipe
-const showPicked = () => document.querySelectorAll(".pick").forEach(one => { one.ariaPressed = picked.includes(one.firstElementChild.src); });
-document.addEventListener("submit", event => {
-  if (event.target.matches(".try")) { picked = []; document.querySelector("#wipe").hidden = true; }
-});
-document.addEventListener("click", event => {
-  const pick = event.target.closest(".pick"), wipe = document.querySelector("#wipe"); if (!pick) return;
-  picked = [...picked, pick.firstElementChild.src].slice(-2);
-  showPicked();
-  wipe.hidden = picked.length < 2;
-  wipe.querySelectorAll("img").forEach((image, index) => { image.src = picked.at(-index); });
-});
 document.addEventListener("keydown", event => { if (event.key === "Enter" && event.ctrlKey && event.target.matches(".sample textarea")) event.target.form.requestSubmit(); });
 document.addEventListener("click", event => {
   const shown = document.getElementById(event.target.dataset.copies);
   if (shown) { getSelection().selectAllChildren(shown); document.execCommand("copy"); event.target.textContent = "copied"; }
+});
+// The tab Start: a folder that is chosen, files that are uploaded one by one, a search in the settings.
+const choose = (input, value) => { input.value = value; input.dispatchEvent(new Event("change", {bubbles: true})); };
+document.addEventListener("click", event => {
+  const folder = event.target.dataset.chooses; if (!folder) return;
+  choose(event.target.closest(".chooser").querySelector("input"), folder);
+  event.target.closest(".folders").remove();
+});
+document.addEventListener("change", async event => {
+  const {role} = event.target.dataset; if (!role) return;
+  const place = event.target.closest(".upload"), bar = place.querySelector("progress"), folder = place.querySelector("[name=upload]").value, files = [...event.target.files], problems = [];
+  bar.hidden = false;
+  for (const [index, file] of files.sort(one => one.type.startsWith("image/")).entries()) {  // captions first
+    const form = new FormData(), fields = {file, role, folder, prompt: document.getElementById("instruction").value};
+    for (const name in fields) form.append(name, fields[name]);
+    const answer = await fetch("/upload", {method: "POST", headers: {"hx-request": "true"}, body: form});
+    if (!answer.ok) problems.push(await answer.text());
+    bar.value = (index + 1) / files.length;
+  }
+  bar.hidden = true;
+  message.innerHTML = problems.slice(0, 5).join("");
+  choose(document.getElementById("root"), `uploads/${folder}`);
+});
+document.addEventListener("input", event => {
+  if (event.target.id !== "search") return;
+  const words = event.target.value.toLowerCase().split(" ");
+  for (const part of document.querySelectorAll(".rest details")) {
+    const fields = [...part.querySelectorAll(".field")];
+    for (const field of fields) field.hidden = !words.every(word => field.textContent.toLowerCase().includes(word));
+    part.open = words[0] !== "" && fields.some(field => !field.hidden);
+  }
 });

@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
 
 from tests.extras.page.browsing import browser_page, studio_at
 from tests.extras.page.conftest import write_run
@@ -27,9 +29,9 @@ def test_a_run_is_watched_sampled_stopped_and_resumed_in_the_page_and_ends_bitwi
             expect = sys.modules["playwright.sync_api"].expect
             expect(page.get_by_role("link", name="start one")).to_be_visible()
             page.get_by_role("link", name="watched").click()
-            curve = page.locator(".curves svg").first.locator("polyline").last
-            before = curve.get_attribute("points")
-            expect(curve).not_to_have_attribute("points", before)
+            charts = page.locator("[data-chart]")
+            before = charts.first.get_attribute("data-chart")
+            expect(charts.first).not_to_have_attribute("data-chart", before)
             page.get_by_role("button", name="sample now").click()
             slider = page.locator("input.step")
             expect(slider).to_have_attribute("max", "1")  # the base's images and those of now
@@ -70,6 +72,9 @@ def test_every_tab_fits_its_screen_and_works_by_keyboard(tmp_path, options):
             page.goto(address.split("/?")[0] + path)
             width = page.locator("html").evaluate("page => page.scrollWidth - page.clientWidth")
             assert width <= 0, path
+            found = Axe().run(page).response["violations"]
+            serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
+            assert not serious, path
         page.goto(address.split("/?")[0] + "/run?run=first")
         wipe = page.get_by_role("slider", name="compare with the image before").first
         wipe.click()  # in its middle
@@ -79,8 +84,43 @@ def test_every_tab_fits_its_screen_and_works_by_keyboard(tmp_path, options):
         page.get_by_text("config.yaml").click()
         page.wait_for_timeout(2500)  # the page has asked again
         assert page.locator(".wipe").first.evaluate("wipe => wipe.style.getPropertyValue('--at')") == "100%"
-        assert page.locator("details").get_attribute("open") is not None
+        assert page.locator("details").last.get_attribute("open") is not None
         step = page.locator("input.step")
         step.focus()
         page.keyboard.press("Home")
         assert "sample=0%2Fone" in page.locator("img.result").first.get_attribute("src")
+
+
+@pytest.mark.slow
+def test_own_images_are_uploaded_and_trained_on_with_few_clicks(tmp_path):
+    for folder, colour in (("before", "navy"), ("after", "white")):
+        (tmp_path / folder).mkdir()
+        for name in "abcd":
+            Image.new("RGB", (64, 64), colour).save(tmp_path / folder / f"{name}.png")
+    clicks = 0
+
+    def click(what):
+        nonlocal clicks
+        clicks += 1
+        what.click()
+
+    with studio_at(tmp_path) as address, browser_page(address, viewport={"width": 1280, "height": 800}) as page:
+        click(page.get_by_role("link", name="start one"))
+        page.get_by_label("instruction of images").fill("make it white")
+        page.get_by_label("before the edit").set_input_files(sorted((tmp_path / "before").iterdir()))
+        page.locator("#found .mark").wait_for()  # no targets yet
+        page.get_by_label("after it").set_input_files(sorted((tmp_path / "after").iterdir()))
+        page.get_by_text("4 samples").wait_for()
+        clicks += 4  # of the two file choosers
+        assert page.locator("#found figcaption").all_inner_texts() == ["make it white"] * 4
+        assert page.locator("#found img").evaluate_all("images => images.length") == 8
+        page.get_by_label("steps", exact=True).fill("2")
+        page.get_by_text("trainer.max_steps=2").wait_for()
+        click(page.get_by_role("button", name="start", exact=True))
+        page.wait_for_url("**/run?run=*")
+        page.get_by_text("finished").wait_for()
+    assert clicks < 10
+    [root] = (tmp_path / "uploads").iterdir()
+    assert (root / "training_images/a.txt").read_text() == "make it white\n"
+    [run] = (path for path in (tmp_path / "outputs").iterdir() if not path.name.startswith("."))
+    assert (run / "lora/last/pytorch_lora_weights.safetensors").is_file()

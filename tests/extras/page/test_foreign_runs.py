@@ -84,7 +84,7 @@ def test_harmful_files_are_a_line_and_hide_no_other_run(client, outputs, name, h
 
 
 def test_a_run_removed_while_the_page_is_open_is_not_found(client, outputs, monkeypatch):
-    monkeypatch.setattr(Shelf, "newest", lambda self: ["gone", "first"])
+    monkeypatch.setattr(Shelf, "found", lambda *_: ["gone", "first"])
     assert client.get("/runs").status_code == 404
     assert client.get("/run?run=gone").status_code == 404
 

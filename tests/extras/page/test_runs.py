@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from extras.page.jobs import Jobs
+from extras.page.progress import time_left
 from extras.page.runs import Shelf, state_of
 from report.images import read_strip
 from report.tables import last_metrics, read_metrics
@@ -43,10 +45,12 @@ def test_images_are_the_parts_of_the_strips(client, outputs, tmp_path):
 def test_compared_runs_have_a_line_each_and_the_settings_that_differ(client, outputs):
     write_run(outputs / "third", 4, "make it snow", optimizer={"lr": 0.1})
     text = client.get("/compare?run=first&run=sweep/0&run=third").text
-    [chart] = json.loads(re.search(r"data-charts='(.*?)'", text)[1])
-    assert [line["name"] for line in chart["lines"]] == ["first", "sweep/0", "third"]
-    assert chart["lines"][1]["points"][-1] == [8, 0.125]
-    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text)
+    chart = json.loads(re.search(r"data-chart='(.*?)'", text)[1])
+    assert [line["label"] for line in chart["lines"]] == ["first", "sweep/0", "third"]
+    assert (chart["lines"][1]["x"][-1], chart["lines"][1]["y"][-1]) == (8, 0.125)
+    rows = re.findall(
+        r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text.partition("Settings that differ")[2]
+    )
     assert rows == [("optimizer.lr", "0.1", "0.2", "0.1"), ("trainer.max_steps", "4", "8", "4")]
     assert "choose 2 to 6 runs" in client.get("/compare?run=first").text
 
@@ -86,6 +90,7 @@ def test_a_damaged_config_is_shown_and_hides_no_other_run(client, outputs):
         ("validation.csv", "step\n1\n"),
         ("samples/step-000004/one.png", ""),
         ("samples/step-000004/other.png", "<script>"),
+        ("note.txt", "\0\xff"),
         (".lock", " nowhere 1e999 x"),
         ("finished.json", "{"),
     ],
@@ -108,7 +113,7 @@ def test_a_row_that_is_being_written_is_left_out(client, outputs):
             file.write("step,val_loss,psnr\n4,0.5,20\n5,0." if name == "validation.csv" else "5,0.")
     answer = client.get("/run?run=first")
     assert answer.status_code == 200
-    assert "[4, 0.5]" in answer.text, "the row before"
+    assert '"x": [4], "y": [0.5]' in answer.text, "the row before"
 
 
 def test_a_problem_is_shown_below_the_form_which_stays(client, outputs):
@@ -126,3 +131,139 @@ def test_while_a_step_is_sampled_the_other_samples_show_their_step_before(client
     shown = re.findall(r'src="/image\?run=first&amp;sample=(\d)%2F(\w+)&amp;part=1"', text)
     assert shown == [("0", "one"), ("4", "one"), ("0", "one"), ("8", "two")]
     assert "None" not in text.partition("<h2>Curves")[0]
+
+
+ASKED = {"hx-request": "true"}
+
+
+def listed(client, address):
+    return re.findall(r'href="/run\?run=([^"]+)"', client.get(address).text)
+
+
+def say(client, address, **form):
+    """Send a form as the page does; return the status and the text or the address that follows."""
+    answer = client.post(address, data=form, headers=ASKED)
+    return answer.status_code, answer.headers.get("hx-redirect", answer.text)
+
+
+def run_elsewhere(run):
+    """Make a run one of another machine, which has just started it."""
+    (run.path / ".lock").write_text(f" another-host {os.getpid()} {time.time()}")
+
+
+def test_runs_are_found_by_name_model_note_and_state_and_sorted_by_any_column(client, outputs):
+    say(client, "/note", run="first", note="blue <sky>")
+    say(client, "/note", run="first", star="★ ")
+    assert Shelf(outputs).found("FIRST") == Shelf(outputs).found("blue embedded") == ["first"]
+    assert listed(client, "/runs?search=failed") == listed(client, "/runs?search=embedded")
+    assert listed(client, "/runs?search=★") == ["first"]
+    assert listed(client, "/runs?sort=duration") == ["first", "sweep/0"]
+    assert listed(client, "/runs?sort=-step") == ["sweep/0", "first"]
+    text = client.get("/runs?search=sky&sort=-date").text
+    assert 'hx-get="/runs?search=sky&amp;sort=-date' in text, "its refreshes find the same"
+    assert "blue &lt;sky&gt;" in text
+    assert "No run matches" in client.get("/runs?search=nowhere").text
+
+
+def test_only_several_runs_are_compared(client):
+    assert "Choose two to six of 2 runs." in client.get("/runs").text
+    assert "<button>compare" not in client.get("/runs?search=first").text
+
+
+def test_runs_of_the_queue_are_listed(client, outputs):
+    (outputs / ".queue").mkdir()
+    with Jobs(outputs, lambda: None).changing() as waiting:
+        waiting["outputs/<next>"] = ["output_dir=outputs/<next>", "data.root=https://me:secret@host/x"]
+    text = client.get("/runs?search=queued").text
+    assert "outputs/&lt;next&gt;" in text
+    assert "secret" not in text
+    assert "outputs/&lt;next&gt;" not in client.get("/runs?search=first").text
+    say(client, "/queue", run="outputs/<next>", change="remove")
+    assert ">queued<" not in client.get("/runs").text
+
+
+def test_time_left_follows_the_pace_of_training_and_not_the_pause_before_a_resumption():
+    steps = [{"step": str(step), "seconds": str(10 * step)} for step in range(1, 61)]  # a step takes ten seconds
+    assert time_left(steps, 100, time.time())["left"] == "0:06:40"
+    assert time_left(steps, 100, time.time() - 100)["left"] == "0:05:00", "the last row is 100 seconds old"
+    assert time_left(steps[:1], 100, time.time()) is None
+    assert time_left(steps, "a hundred", time.time()) is None
+
+
+def test_a_running_run_shows_its_progress_and_before_its_first_step_what_it_does(client, outputs):
+    run = write_run(outputs / "slow", 4, "x")
+    run.log.write_text("loading transformer\n\u2570\u2500\u256f\n")
+    run_elsewhere(run)
+    os.utime(run.metrics, (0, 0))
+    text = client.get("/run?run=slow").text
+    assert ("<p>loading transformer</p>" in text, "<progress" in text) == (True, False)
+    os.utime(run.metrics)
+    assert '<progress value="4" max="4"' in client.get("/run?run=slow").text
+
+
+def test_advice_of_the_terminal_is_given_in_the_page(client, outputs):
+    for name, strength in (("first", 0.02), ("sweep/0", 0.9)):
+        table = f"step,val_loss,psnr,psnr_nothing,strength\n0,1,12,13,0\n4,0.5,20,13,{strength}\n"
+        (outputs / name / "validation.csv").write_text(table)
+    assert "the edit is too weak, strength 0.02 of 1" in client.get("/run?run=first").text
+    assert 'class="mark"' not in client.get("/run?run=sweep/0").text
+
+
+def test_a_run_is_renamed_within_its_folder_unless_it_is_in_use(client, outputs):
+    for name in ("", " ", "..", "../x", "a/b", ".hidden", "a\\b", "x\ny", "sweep"):
+        assert say(client, "/rename", run="first", name=name)[0] == 400
+    assert say(client, "/rename", run="sweep/0", name="rain") == (200, "/run?run=sweep%2Frain")
+    run_elsewhere(run := Shelf(outputs).get("first"))
+    assert "is in use" in say(client, "/rename", run="first", name="snow")[1]
+    assert "is in use" in say(client, "/delete", run="first", sure="yes")[1]
+    assert run.config.is_file()
+
+
+def test_delete_asks_first_and_follows_no_link(client, outputs, tmp_path):
+    elsewhere = write_run(tmp_path / "elsewhere/0", 4, "x")
+    (outputs / "linked").symlink_to(elsewhere.path)
+    (outputs / "others").symlink_to(tmp_path / "elsewhere")
+    (outputs / "first/samples/linked").symlink_to(elsewhere.path)
+    text = say(client, "/delete", run="first")[1]
+    assert re.search(r"This frees [\d.,]+ (bytes|kB), \d+ files", text)
+    assert (outputs / "first").is_dir()
+    assert say(client, "/delete", run="first", sure="yes") == (200, "/runs")
+    assert say(client, "/delete", run="linked", sure="yes") == (200, "/runs")
+    assert say(client, "/delete", run="others/0", sure="yes")[0] == 400
+    assert say(client, "/rename", run="others/0", name="x")[0] == 400
+    assert sorted(path.name for path in outputs.iterdir()) == ["others", "sweep"]
+    assert elsewhere.config.is_file()
+
+
+def test_lora_is_saved_under_the_name_of_the_run_and_a_link_is_not_sent(client, outputs, tmp_path):
+    for name in ("first/lora/last", "sweep/0/lora/best"):
+        (outputs / name).mkdir(parents=True)
+        (outputs / name / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
+    (outputs / "first/lora/best").symlink_to(tmp_path)
+    (tmp_path / "secret.safetensors").write_bytes(b"secret")
+    answer = client.get("/lora?run=first&which=last")
+    assert (answer.content, answer.headers["content-disposition"]) == (
+        b"weights",
+        'attachment; filename="first.safetensors"',
+    )
+    assert "sweep_0_best.safetensors" in client.get("/lora?run=sweep/0&which=best").headers["content-disposition"]
+    assert client.get("/lora?run=first&which=best").status_code == 404
+    assert client.get("/run?run=first").text.count('href="/lora?') == 1
+
+
+def test_export_starts_a_command_and_keeps_the_full_rank_of_a_tlora(client, outputs, monkeypatch):
+    started = []
+    monkeypatch.setattr(Jobs, "start", lambda self, arguments, run, script: started.append((arguments, script)))
+    assert "has no LoRA yet" in say(client, "/export", run="first")[1]
+    tlora = {"adapter": {"rank_schedule": "timestep", "rank": "${model.recipe.rank}"}, "model": {"recipe": {"rank": 8}}}
+    harm = {"adapter": {"rank_schedule": "timestep", "rank": {"_target_": "os.getcwd"}}}
+    runs = {name: write_run(outputs / name, 4, "x", **more) for name, more in (("third", tlora), ("harm", harm))}
+    for run in (Shelf(outputs).get("first"), *runs.values()):
+        (run.path / "lora/last").mkdir(parents=True)
+        (run.path / "lora/last/pytorch_lora_weights.safetensors").touch()
+        say(client, "/export", run=run.path.name)
+    rest = ["format=comfyui", "overwrite=true"]
+    assert started == [
+        (["task=export", f"lora={outputs / name}", *rest, *rank, f"output_dir={outputs / name}/export"], "predict")
+        for name, rank in (("first", []), ("third", ["rank=8"]), ("harm", []))
+    ]

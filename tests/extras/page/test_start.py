@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from starlette.datastructures import FormData
 
-from cli.arguments import quote_values, read_values
+from cli.arguments import read_values
 from extras.page.jobs import Jobs
 from extras.page.runs import Shelf, state_of
 from extras.page.start import arguments_of, asked_by
@@ -32,13 +32,13 @@ QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0",
 
 def fields(text):
     """Return the value and the placeholder of each text field of the form."""
-    found = re.findall(r'<input name="([^"]+)" value="([^"]*)"(?: placeholder="([^"]*)")?>', text)
-    return {name: (html.unescape(value), html.unescape(default)) for name, value, default in found}
+    inputs = re.findall(r'<input name="([\w./]+)"[^>]*? value="([^"]*)"[^>]*? placeholder="([^"]*)"[^>]*>', text)
+    return {name: (html.unescape(value), html.unescape(default)) for name, value, default in inputs}
 
 
 def shown_command(client, **form):
     answer = client.post("/start", data=form, headers={"hx-request": "true"})
-    return html.unescape(re.sub(r"<.*?>", "", answer.text.split("</pre>")[0]))
+    return html.unescape(re.search('<pre id="command">(.*?)</pre>', answer.text)[1])
 
 
 def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
@@ -46,15 +46,16 @@ def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
     after = client.post("/start/form", data={"model": "flux_kontext", "adapter": "dora"}).text
     assert fields(before)["trainer.max_steps"][1] == "600"
     assert fields(after)["trainer.max_steps"][1] == "2000"
-    assert "<option selected>dora</option>" in after
+    assert '<option value="dora" selected>dora</option>' in after
     assert "Also train on each sample mirrored." in before, "the comment above data.flip"
     assert "there is no such choice" in client.post("/start/form", data={"model": "nonsense"}).text
 
 
 def test_every_text_field_shows_the_default_of_its_setting(client):
     """Typed in, all of them change nothing."""
-    shown = {name: default for name, (value, default) in fields(client.get("/start").text).items() if not value}
-    usual = {"data.root", "data.resolution", "data.batch_size", "adapter.rank", "adapter.alpha", "optimizer.lr"}
+    form = re.sub("; 4 of 20 are a good start", "", client.get("/start").text)
+    shown = {name: default for name, (value, default) in fields(form).items() if not value and name != "memory"}
+    usual = {"data.resolution", "data.batch_size", "adapter.rank", "adapter.alpha", "optimizer.lr"}
     assert shown.keys() >= usual | {"trainer.max_steps", "ema.half_life", "save_every", "sample_every", "data.shards"}
     typed = read_values([f"{name}={default}" for name, default in shown.items()], "train")
     expected, found = (compose("train", "output_dir=x", *one) for one in ([], typed))
@@ -115,12 +116,12 @@ def test_run_is_filled_in_again_with_the_settings_that_differ_without_secrets(cl
     asked = asked_by(RunFolder(outputs / "third"))
     assert "password" not in str(asked)
     assert "api_key" not in str(asked)
-    more = asked.pop("more").splitlines()
-    again = compose("train", *(f"{key}={value}" for key, value in asked.items()), *quote_values(more))
+    again = compose("train", *read_values(arguments_of(FormData(asked)), "train"))
     expected = compose("train", *(one for one in given if "api_key" not in one and "password" not in one))
     assert again == expected
-    assert asked.keys() == {"model", "adapter", "logger", "adapter.rank", "data.root", "data.flip"}
-    assert 'placeholder="16"><small>' in client.get("/start?run=third").text
+    fields_of_run = {"adapter.rank", "data.root", "data.flip", "data.prefix"}
+    assert asked.keys() == {"model", "adapter", "logger", "more", *fields_of_run}
+    assert 'name="adapter.rank" value="4" placeholder="16"' in client.get("/start?run=third").text
     assert client.get("/start?run=nowhere").status_code == 404
     assert asked_by(RunFolder(outputs / "first"))["model"] == "embedded", "of a run without recorded choices"
 
@@ -218,23 +219,33 @@ def test_a_run_is_not_started_twice_at_once(outputs):
     assert "is in use" in str(next(filter(None, outcomes)))
 
 
+def estimated(client, **form):
+    """Start an estimate, and return its key and the page when it has ended."""
+    text = client.post("/plan", data=form, headers={"hx-request": "true"}).text
+    while found := re.search(r"/plan\?key=(\w+)", text):
+        assert re.search(r"\d+ s so far", text)
+        time.sleep(0.2)
+        text = client.get(found[0], headers={"hx-request": "true"}).text
+    return html.unescape(re.sub("<.*?>", "", text))
+
+
 @pytest.mark.slow
-def test_dry_run_is_that_of_the_command_line_and_ends_the_one_before(client, run, tmp_path):
-    form = {"data.root": "nowhere"}
+def test_estimate_is_the_dry_run_of_the_command_line_with_progress_and_is_kept(client, run, tmp_path):
     mistake = run("train", "data.root=nowhere", f"output_dir={tmp_path / 'x'}", "task=dry_run", ok=False).error
-    assert mistake == f"error: {html.unescape(re.sub('<.*?>', '', plan(client, **form).text))}".rstrip()
+    assert mistake == f"error: {estimated(client, **{'data.root': 'nowhere'})}".rstrip()
     with ThreadPoolExecutor() as pool:
-        older, of_another_window = pool.submit(plan, client), pool.submit(plan, client, window="other")
+        older, other = pool.submit(estimated, client), pool.submit(estimated, client, window="other")
         time.sleep(0.5)
-        text = plan(client, **{"adapter.rank": "4"}).text
-        assert older.result().status_code == 204
-        assert "LoRA rank 16" in of_another_window.result().text
+        text = estimated(client, **{"adapter.rank": "4"})
+        assert "This estimate was ended." in older.result()
+        assert "LoRA rank 16" in other.result()
     assert "LoRA rank 4" in text
-    assert all(f" {name} " in text for name in ("time", "disk", "GPU in all"))
-
-
-def plan(client, **form):
-    return client.post("/plan", data=form, headers={"hx-request": "true"})
+    assert all(name in text for name in ("time", "disk", "memory of the card"))
+    start = time.monotonic()
+    assert estimated(client, **{"adapter.rank": "4"}) == text, "kept by its settings"
+    assert time.monotonic() - start < 1
+    running = client.post("/plan", data={"adapter.rank": "4", "again": "1"}, headers={"hx-request": "true"}).text
+    assert re.search(r"the last ones took \d+ s", running)
 
 
 @pytest.mark.slow
@@ -243,34 +254,41 @@ def test_form_in_a_browser_shows_starts_and_queues_runs(tmp_path):
         with suppress(AssertionError), browser_page(address) as page:  # at its end: a mistake's status in the console
             page.goto(f"{address.partition('?')[0]}start")
             page.locator("#command").wait_for()
+            page.get_by_text("Expert").click()
             page.locator("[name=more]").press_sequentially("adapter.rnk=3")
-            page.locator("aside").get_by_text("Did you mean adapter.rank?").wait_for()
+            page.locator("#command-of").get_by_text("Did you mean adapter.rank?").wait_for()
             page.locator("[name=more]").fill("adapter.rank=0")
             page.get_by_role("button", name="estimate memory and time").click()
-            page.locator("aside").get_by_text("adapter.rank=0: must be a whole number from 1 on").wait_for()
+            page.locator("#plan").get_by_text("adapter.rank=0: must be a whole number from 1 on").wait_for()
         use_form(address, tmp_path / "outputs")
 
 
 def use_form(address, outputs):
     with browser_page(address, viewport={"width": 390, "height": 844}) as page:
         page.get_by_role("link", name="Start", exact=True).click()
+        page.locator("#search").fill("rank")
+        page.locator("[name='adapter']").evaluate("one => one.closest('details').open")
+        page.locator("#search").fill("")
+        page.get_by_text("Adapter", exact=True).click()
         page.locator("[name='adapter']").select_option("tlora")
         page.locator("[name='adapter.rank']").fill("4")
         page.locator("[name='output_dir']").fill("outputs/one")
+        page.get_by_text("Expert").click()
         page.locator("[name=more]").fill("\n".join(QUICK))
         page.get_by_text(QUICK[-1]).first.wait_for()
         page.get_by_role("button", name="estimate memory and time").click()
+        page.locator("#plan").get_by_text("all of the estimate").click()
         page.get_by_text("T-LoRA rank 1 to 4").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         command = page.locator("#command").inner_text()
         assert shlex.split(command)[2:] == ["adapter=tlora", "adapter.rank=4", *QUICK, "output_dir=outputs/one"]
-        page.get_by_role("button", name="copy").click()
+        page.get_by_role("button", name="copy the command").click()
         assert page.evaluate("getSelection().toString()") == command
-        page.get_by_role("button", name="after the runs before it").click()
+        page.get_by_role("button", name="add to the queue").click()
         page.get_by_text("output_dir=outputs/one-2").first.wait_for()
         page.locator("[name='output_dir']").fill("outputs/two")
         page.get_by_text("output_dir=outputs/two").wait_for()
-        page.get_by_role("button", name="after the runs before it").click()
+        page.get_by_role("button", name="add to the queue").click()
         page.get_by_role("heading", name="Queue").wait_for()
         page.get_by_role("link", name="Runs").click()
         page.get_by_text("finished").nth(1).wait_for()
@@ -279,8 +297,8 @@ def use_form(address, outputs):
         page.get_by_role("link", name="run again").click()
         assert page.locator("[name='adapter']").input_value() == "tlora"
         assert page.locator("[name='adapter.rank']").input_value() == "4"
-        assert set(page.locator("[name=more]").input_value().split()) == set(QUICK[1:])
-        page.get_by_role("button", name="start now").click()
+        assert page.locator("[name='trainer.max_steps']").input_value() == "2"
+        page.get_by_role("button", name="start", exact=True).click()
         page.get_by_text("running").wait_for()
         page.get_by_text("starting: importing PyTorch").wait_for()
     [started] = [run for name, run in Shelf(outputs).runs().items() if name not in ("one", "two")]

@@ -1,0 +1,62 @@
+"""Progress of a run by its tables: the time that is left, the memory in use, and what its figures say."""
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import psutil
+
+from report.diagnosis import diagnosis
+
+# Figures of which less is better.
+LESS_IS_BETTER = re.compile(r"val_loss.*|lpips|shift|drift|colour_shift")
+
+
+def time_left(metrics: Sequence[Mapping[str, str]], max_steps: Any, written: float) -> dict[str, str] | None:
+    """Return the time left and the end, given the time of the last row: by the pace of the second half of the steps."""
+    if len(metrics) < 2 or not isinstance(max_steps, int):
+        return None
+    first, last = metrics[min(len(metrics) // 2, len(metrics) - 2)], metrics[-1]
+    pace = (float(last["seconds"]) - float(first["seconds"])) / (int(last["step"]) - int(first["step"]))
+    end = max(time.time(), written + pace * (max_steps - int(last["step"])))
+    shown = time.strftime("%a %H:%M", time.localtime(end))
+    return {"left": str(timedelta(seconds=round(end - time.time()))), "end": shown}
+
+
+def memory(pid: int) -> list[tuple[str, str]]:
+    """Return names and values of the memory in use: of this process, the machine, and each card if pynvml is there."""
+    machine, rows = psutil.virtual_memory(), []
+    with suppress(psutil.Error):  # it has just ended
+        rows.append(("GB of memory, this run", f"{psutil.Process(pid).memory_info().rss / 1e9:.2f}"))
+    used = machine.total - machine.available
+    rows.append(("GB of memory, the machine", f"{used / 1e9:.1f} of {machine.total / 1e9:.0f}"))
+    with suppress(ImportError):
+        import pynvml
+
+        with suppress(pynvml.NVMLError):  # no card of NVIDIA
+            pynvml.nvmlInit()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                card = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
+                rows.append((f"GB of card {index}", f"{card.used / 1e9:.1f} of {card.total / 1e9:.0f}"))
+    return rows
+
+
+def monitored(settings: Mapping[str, Any], row: Mapping[str, float]) -> str:
+    """Return the figure by which a run is judged, one of a row of validation.csv, given its settings."""
+    usual = ((settings.get("model") or {}).get("recipe") or {}).get("monitor")
+    return str(next((name for name in (settings.get("monitor"), usual, "psnr") if name in row), "val_loss"))
+
+
+def advice(
+    settings: Mapping[str, Any], metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[str, float]]
+) -> str | None:
+    """Return the line of `diagnosis` on the tables of a run."""
+    monitor = monitored(settings, validation[-1]) if validation else "val_loss"
+    more = not LESS_IS_BETTER.fullmatch(monitor)
+    judged = [row for row in validation if row["step"] and math.isfinite(row.get(monitor, math.nan))]
+    best = max(judged, key=lambda row: row[monitor] if more else -row[monitor], default=None)
+    return diagnosis([float(row["loss"]) for row in metrics], validation, best, monitor, more)
