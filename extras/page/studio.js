@@ -17,13 +17,10 @@ document.addEventListener("click", event => {
   const shown = document.getElementById(event.target.dataset.copies);
   if (shown) { getSelection().selectAllChildren(shown); document.execCommand("copy"); event.target.textContent = "copied"; }
 });
-<<<<<<< HEAD
-=======
 document.addEventListener("keydown", event => {
   const way = {ArrowLeft: "prev", ArrowRight: "next"}[event.key], busy = event.target.closest("input, textarea, select, [tabindex]") || document.querySelector("#painter[open], .pswp");
   if (way && !busy && !event.altKey) document.querySelector(`a[rel=${way}]`)?.click();
 });
->>>>>>> w-data
 // The tab Start: a folder that is chosen, files that are uploaded one by one, a search in the settings.
 const choose = (input, value) => { input.value = value; input.dispatchEvent(new Event("change", {bubbles: true})); };
 document.addEventListener("click", event => {
@@ -54,11 +51,4 @@ document.addEventListener("input", event => {
     for (const field of fields) field.hidden = !words.every(word => field.textContent.toLowerCase().includes(word));
     part.open = words[0] !== "" && fields.some(field => !field.hidden);
   }
-<<<<<<< HEAD
-});
-document.addEventListener("keydown", event => {
-  const way = {ArrowLeft: "prev", ArrowRight: "next"}[event.key], busy = event.target.closest("input, textarea, select, [tabindex]") || document.querySelector("#painter[open], .pswp");
-  if (way && !busy && !event.altKey) document.querySelector(`a[rel=${way}]`)?.click();
-=======
->>>>>>> w-data
 });
