@@ -201,14 +201,9 @@ class DataPage:
             key = self._scan([f"model={choices.model}", *chosen])
         except UserError as error:  # while images are still being uploaded
             return page("found.html", problem=str(error))
-<<<<<<< HEAD
         data = self.sets[key]
         captions = {name: caption_of(one)[0] for name, one in data.samples.items()}
         return page("found.html", key=key, captions=captions, images_of=images_of, data=data)
-=======
-        captions = {name: caption_of(one)[0] for name, one in self.sets[key].samples.items()}
-        return page("found.html", key=key, captions=captions, images_of=images_of, **vars(self.sets[key]))
->>>>>>> w-data
 
     def _scan(self, words: list[str]) -> str:
         """Find the samples of settings of predict.py, and return the key of the set."""
