@@ -82,7 +82,7 @@ def goals() -> dict[str, str]:
     return {name: goal[1] for name, goal in found.items() if goal}
 
 
-def models_for(memory: float) -> list[dict[str, Any]]:
+def model_cards(memory: float) -> list[dict[str, Any]]:
     """Return the models, those that fit a card of so many GiB first; 0: the card is not known."""
     found = []
     for model in catalogue().values():
@@ -197,7 +197,7 @@ class StartPage:
         if asked.get("experiment") != asked.get("goal_before"):
             asked |= dict.fromkeys((one for one in GROUPS if one != "experiment"), "")
         elif asked.get("model") != asked.get("model_before"):
-            fits = {one["model"].name: one["fits"] for one in models_for(_memory_of(asked))}
+            fits = {one["model"].name: one["fits"] for one in model_cards(_memory_of(asked))}
             asked["model/quantization"] = fits.get(asked.get("model"), "") or ""
         return self._form(asked)
 
@@ -218,7 +218,7 @@ class StartPage:
             asked={"output_dir": f"{self.outputs}/{name}", "upload": name, "data.root": "", **asked},
             groups={group: (choices[group], known.groups[group]) for group in GROUPS},
             goals=goals(),
-            cards=models_for(_memory_of(asked)),
+            cards=model_cards(_memory_of(asked)),
             chosen=choices.model,
             usual=usual.hydra.runtime.choices.model,
             memory=_memory_of(asked),
