@@ -234,11 +234,11 @@ def test_estimate_is_the_dry_run_of_the_command_line_with_progress_and_is_kept(c
     mistake = run("train", "data.root=nowhere", f"output_dir={tmp_path / 'x'}", "task=dry_run", ok=False).error
     assert mistake == f"error: {estimated(client, **{'data.root': 'nowhere'})}".rstrip()
     with ThreadPoolExecutor() as pool:
-        older, other = pool.submit(estimated, client), pool.submit(estimated, client, window="other")
+        older, other = pool.submit(estimated, client), pool.submit(estimated, client, window="other", adapter="dora")
         time.sleep(0.5)
         text = estimated(client, **{"adapter.rank": "4"})
         assert "This estimate was ended." in older.result()
-        assert "LoRA rank 16" in other.result()
+        assert "DoRA" in other.result()
     assert "LoRA rank 4" in text
     assert all(name in text for name in ("time", "disk", "memory of the card"))
     start = time.monotonic()
