@@ -196,13 +196,14 @@ class DataPage:
             return page("found.html", problem=root and "This machine has no such file or folder.")
         try:
             arguments = arguments_of(form)
-            data = [one for one in arguments if re.match(r"[+~]*data[.=]", one)]
+            chosen = [one for one in arguments if re.match(r"[+~]*data[.=]", one)]
             choices = composed(*read_values(arguments, "train")).hydra.runtime.choices
-            key = self._scan([f"model={choices.model}", *data])
+            key = self._scan([f"model={choices.model}", *chosen])
         except UserError as error:  # while images are still being uploaded
             return page("found.html", problem=str(error))
-        captions = {name: caption_of(one)[0] for name, one in self.sets[key].samples.items()}
-        return page("found.html", key=key, captions=captions, images_of=images_of, **vars(self.sets[key]))
+        data = self.sets[key]
+        captions = {name: caption_of(one)[0] for name, one in data.samples.items()}
+        return page("found.html", key=key, captions=captions, images_of=images_of, data=data)
 
     def _scan(self, words: list[str]) -> str:
         """Find the samples of settings of predict.py, and return the key of the set."""

@@ -32,7 +32,8 @@ document.addEventListener("change", async event => {
   const {role} = event.target.dataset; if (!role) return;
   const place = event.target.closest(".upload"), bar = place.querySelector("progress"), folder = place.querySelector("[name=upload]").value, files = [...event.target.files], problems = [];
   bar.hidden = false;
-  for (const [index, file] of files.sort(one => one.type.startsWith("image/")).entries()) {  // captions first
+  files.sort((one, other) => one.type.startsWith("image/") - other.type.startsWith("image/"));  // captions first
+  for (const [index, file] of files.entries()) {
     const form = new FormData(), fields = {file, role, folder, prompt: document.getElementById("instruction").value};
     for (const name in fields) form.append(name, fields[name]);
     const answer = await fetch("/upload", {method: "POST", headers: {"hx-request": "true"}, body: form});
