@@ -13,9 +13,11 @@ from foundation.errors import UserError
 from foundation.files import link_or_copy, replacing
 from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import averaged_weights
+from lightning_modules.lora_files.writing import modelspec
 from lightning_modules.pretrained.repository import resolve_dtype
 from lightning_modules.timing import NOT_TRAINING
 from report.origin import published
+from report.quoting import one_line
 from runs.run_folder import RunFolder
 from runs.signals import stop
 
@@ -58,6 +60,7 @@ class LoRACheckpoint(L.Callback):
         keep_checkpoints: number of checkpoints that are kept.
         model: its composed settings, for the header of the LoRA files.
         dtype: dtype of the LoRA files, a name of `lora_files.writing.DTYPES`.
+        trigger_word: trigger word of the captions, None without one.
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class LoRACheckpoint(L.Callback):
         model_name: str,
         model: Mapping[str, Any],
         dtype: str,
+        trigger_word: str | None,
     ) -> None:
         self.run = RunFolder(output_dir)
         self.dtype = resolve_dtype(dtype, "export.dtype", "float16")
         self.save_every = save_every
         self.keep_checkpoints = keep_checkpoints
         self.model = model_header(model_name, model)
+        self.trigger_word = one_line(trigger_word or "")
         self.saved_step = -1
         self._was_read_back = False
 
@@ -124,9 +129,14 @@ class LoRACheckpoint(L.Callback):
             if ema is not None and ema.in_use:
                 header["ema"] = {"half_life": ema.half_life}
             gathered = module.adapter.gather(module.trained.parts)
+            header = published(header, self.model["name"])
+            # Not the name of the run: equal runs in two folders write equal files.
+            title = f"LoRA for {header['base'].rpartition('/')[2]}, step {step}"
+            model = self.model["name"], header["base"], self.model.get("resolution")
+            header["modelspec"] = modelspec(*model, title=title, trigger_phrase=self.trigger_word)
             for name in names if trainer.is_global_zero else ():
                 folder = self.run.weights(module.adapter.folder, name)
-                module.adapter.write(folder, gathered, module.base, published(header, self.model["name"]), self.dtype)
+                module.adapter.write(folder, gathered, module.base, header, self.dtype)
 
     def _save(self, trainer: L.Trainer, module: EditModule) -> None:
         step = trainer.global_step

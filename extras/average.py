@@ -13,7 +13,7 @@ from torch import Tensor
 from cli.terminal import log
 from foundation.errors import UserError
 from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download, shown
-from lightning_modules.lora_files.writing import require_finite, save
+from lightning_modules.lora_files.writing import modelspec_in, require_finite, save
 from runs.run_folder import RunFolder
 from tasks.edit import as_list
 from tasks.export import require_free
@@ -37,7 +37,8 @@ def average(cfg: DictConfig, output_dir: Path) -> None:
         tensors = _weighted_mean(list(files.values()), weights)
         require_finite(tensors, "and train again")
         facts = {"relative_std": std, "steps": steps, "weights": weights}
-        header = {**files[steps[-1]].header, "average": facts}
+        last = files[steps[-1]]
+        header = {**last.header, "average": facts, "modelspec": modelspec_in(last.metadata)}
         save(path, tensors, header)
         log.info(f"done: {path} (relative_std={std:g}; {weights[-1]:.1%} of it is the last file)")
 

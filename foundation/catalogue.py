@@ -23,6 +23,7 @@ class CatalogueModel(NamedTuple):
         target: class of its family.
         licence: licence of the weights, in Markdown; "" if the YAML does not say.
         distilled: what the base was distilled from, or "no".
+        architecture: identifier in the headers of LoRA files.
         learns: what a sample consists of; "" for a variant.
         training: GPU memory in GB, with that of CUDA, in bf16, fp8 and 4 bits; empty if the YAML does not say.
         encoding: the same of the encoders.
@@ -36,6 +37,7 @@ class CatalogueModel(NamedTuple):
     target: str
     licence: str
     distilled: str
+    architecture: str
     learns: str = ""
     training: tuple[int, ...] = ()
     encoding: int = 0
@@ -53,9 +55,13 @@ def catalogue() -> dict[str, CatalogueModel]:
 def _read(name: str) -> CatalogueModel:
     text = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)
-    facts = dict(re.findall(r"^# (Licence|Distilled|Learns from|Memory|Download|Loads in): (.+)$", text, re.MULTILINE))
+    facts = dict(
+        re.findall(
+            r"^# (Licence|Distilled|Architecture|Learns from|Memory|Download|Loads in): (.+)$", text, re.MULTILINE
+        )
+    )
     parents = [one for one in settings["defaults"] if isinstance(one, str) and not one.startswith("_")]
-    parent = _read(parents[0]) if parents else CatalogueModel(name, "", False, "", "", "no")
+    parent = _read(parents[0]) if parents else CatalogueModel(name, "", False, "", "", "no", name)
     base, licence = settings.get("pretrained_model_name_or_path"), facts.get("Licence", parent.licence)
     training, _, encoding = facts.get("Memory", "").partition(";")
     return CatalogueModel(
@@ -65,6 +71,7 @@ def _read(name: str) -> CatalogueModel:
         settings.get("_target_", parent.target),
         licence,
         facts.get("Distilled", parent.distilled),
+        facts.get("Architecture", parent.architecture),
         facts.get("Learns from", ""),
         tuple(map(int, re.findall(r"\d+", training))),
         int(encoding or 0),

@@ -148,7 +148,7 @@ def compared_curves(runs: Mapping[str, tuple[Rows, Rows]]) -> list[dict[str, Any
 def _chart(title: str, lines: Sequence[tuple[Rows, Line]]) -> dict[str, Any]:
     """Return the thinned lines and the range of the axis; points that are not finite are counted in the title.
 
-    The range leaves out the hundredth of a line's points at either end, and diverged lines: both would flatten the rest.
+    The range leaves out a hundredth of a line's points at either end, and diverged lines: both would flatten the rest.
     """
     drawn, ends, broken = [], [], 0
     for rows, line in lines:

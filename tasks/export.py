@@ -1,12 +1,15 @@
 """task=export: write a LoRA for other programs, of another rank, several as one, or fused into a transformer."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from PIL import ImageOps
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -33,15 +36,18 @@ from lightning_modules.lora_files.reading import (
     LoRAFile,
     find_or_download,
 )
-from lightning_modules.lora_files.writing import LORA_FORMATS, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, modelspec, modelspec_in, write
 from lightning_modules.pretrained.repository import resolve_dtype
+from report.images import data_url, last_strips
 from report.origin import published
-from runs.run_folder import RunFolder
+from runs.run_folder import RunFolder, best_effort
 from tasks.edit import as_list, weights_of
 from tasks.models import KnownModel, is_given, model_for, without_network
 
 # Smaller errors are rounding in float32.
 FLOAT32_ERROR = 1e-5
+# Entries of the Model Metadata Standard by the author of a LoRA.
+KEPT_ENTRIES = ("author", "description", "date", "license", "usage_hint", "trigger_phrase", "tags", "thumbnail")
 
 
 class ExportedLoRA(NamedTuple):
@@ -102,7 +108,8 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
     titles = [title(file.path) for file in files] or [Path(str(cfg.extract)).name]
     path = _free_path(cfg, titles, output_dir)
     if cfg.fuse:
-        for key in ("export.dtype", "model/quantization" if cfg.format == "comfyui" else "format"):
+        no_effect = ["model/quantization" if cfg.format == "comfyui" else "format"]
+        for key in [f"export.{name}" for name in cfg.export] + no_effect:
             if is_given(key):
                 how = "transformer as its base is, or one file in model.dtype by format=comfyui"
                 raise UserError(f"{key} has no effect with fuse=true, which writes a {how}. Omit it.")
@@ -126,6 +133,7 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         facts |= {"weights": weights} if cfg.merge is not None else {}
         facts |= {"rank": cfg.rank} if cfg.rank is not None else {}
         header = published(lora.header_of(facts), model.name)
+        header["modelspec"] = _modelspec(cfg, files, titles, model)
         write(path, lora.deltas, header, dtype, cfg.format, model.names)
         _print_table(path, lora, model, cfg.format)
     log.info(f"done: {path}")
@@ -238,6 +246,21 @@ def title(path: Path) -> str:
         return folder.name
     name = f"{run.parent.name}_{run.name}" if run.name.isdigit() else run.name  # of a sweep's job
     return name if folder.name == "last" else f"{name}_{folder.name}"
+
+
+def _modelspec(cfg: DictConfig, files: Sequence[LoRAFile], titles: Sequence[str], model: KnownModel) -> dict[str, str]:
+    """Return the entries of the Model Metadata Standard; those of a single file's author are kept."""
+    facts: dict[str, str | None] = {"title": "+".join(titles), "implementation": cfg.format}
+    for file in files if cfg.merge is None else ():
+        # Not today's date: each export of a file has the same bytes.
+        facts["date"] = datetime.fromtimestamp(file.path.stat().st_mtime, UTC).date().isoformat()
+        with best_effort("thumbnail in the header"):
+            strips = last_strips(RunFolder(file.path.parent.parent.parent), file.header.get("step", math.inf))
+            squares = (ImageOps.fit(strip.result, (256, 256)) for strip in strips if not strip.private)
+            facts["thumbnail"] = next((data_url(image, 256) for image in squares), None)
+        facts |= {key: text for key, text in modelspec_in(file.metadata).items() if key in KEPT_ENTRIES}
+    facts |= {key: cfg.export[key] for key in ("title", "author", "license") if cfg.export[key]}
+    return modelspec(model.name, published(model.base, model.name), model.settings.resolution, **facts)
 
 
 def _print_table(path: Path, lora: ExportedLoRA, model: KnownModel, format: str) -> None:

@@ -25,13 +25,13 @@ from tasks.models import fitting_models, is_given, model_for
 
 WIDEST = 120
 # Entries of a header that are shown, and letters of a text and of JSON that is parsed.
-ENTRIES, LETTERS, LONGEST_JSON = 12, 70, 100_000
+ENTRIES, LETTERS, LONGEST_JSON = 14, 70, 100_000
 # The header entries of Retouch, kohya's tools and others that are shown first.
 SHOWN_FIRST = (
     *("base", "model.name", "step", "adapter.rank", "adapter.alpha", "adapter.target_modules"),
     *("ss_base_model_version", "ss_sd_model_name", "ss_output_name", "ss_network_module", "ss_network_dim"),
     *("ss_network_alpha", "ss_learning_rate", "ss_optimizer", "ss_steps", "ss_num_train_images"),
-    *("modelspec.title", "modelspec.architecture", "transformer.r", "transformer.lora_alpha"),
+    *("modelspec.title", "modelspec.author", "modelspec.architecture", "transformer.r", "transformer.lora_alpha"),
     *("transformer.target_modules", "software.name", "training_info.step"),
 )
 
@@ -156,7 +156,7 @@ def _add_difference(table: Table, one: Mapping[str, Delta], other: Mapping[str, 
 def header_entries(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return a header's entries by name, `SHOWN_FIRST` at the top."""
     found: dict[str, Any] = {}
-    for key, text in metadata.items():
+    for key, text in sorted(metadata.items(), key=lambda item: (item[0] != HEADER_KEY, item[0])):
         entries = {key: text}
         with suppress(ValueError, RecursionError):  # shown as it is
             if isinstance(parsed := json.loads(text[:LONGEST_JSON]), dict):

@@ -329,6 +329,7 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
         for stem, path in (*named, *one.masks):
             masks[stem].append(path)
     captioned = targets.texts.keys() & primary.keys()
+    mask_folder = Path(root.path).expanduser() / MASK_FOLDERS[0] / targets.place
     samples, incomplete = [], []
     for stem, target in primary.items():
         count = max((number for number, one in enumerate(images, 1) if stem in one), default=min(1, len(images)))
@@ -351,8 +352,9 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
             continue
         own = [path for number in range(count) for path in (images[number][stem], *further[number].get(stem, []))]
         mask = next(iter(masks[stem]), None)
+        files = caption_file, mask or mask_folder / f"{stem}.png"
         key = (targets.place / stem).as_posix()
-        samples.append(Sample(key, target, tuple(own), prompts, mask, rejects.get(stem), caption_file=caption_file))
+        samples.append(Sample(key, target, tuple(own), prompts, mask, rejects.get(stem), 0, *files))
     for others in (*images, rejects):
         alone = [(stem, path) for stem, path in others.items() if stem not in primary]
         incomplete += [f"{path} has no target image {targets.lack(stem)}" for stem, path in alone]

@@ -208,11 +208,15 @@ class SampleSet:
         Raises:
             UserError: some are unusable, unless on_bad_image is `skip`.
         """
-        with ThreadPoolExecutor() as pool:
-            checked = list(pool.map(self._check_files, samples))
+        checked = self.check_each(samples)
         bad = [printable(str(one)) for one in checked if isinstance(one, UserError)]
         notes = self._without(bad, "unusable", "on_bad_image", "Repair or remove them")
         return [one for one in checked if not isinstance(one, UserError)], notes
+
+    def check_each(self, samples: Sequence[Sample]) -> list[Usable | UserError]:
+        """Open the files of samples; return each with the facts of its images, or the error of one of its files."""
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(self._check_files, samples))
 
     def _check_files(self, sample: Sample) -> Usable | UserError:
         """Return the sample with the facts of its images, or the error of one of its files."""

@@ -131,6 +131,7 @@ class Sample:
         rejected: an image of the target's size that is preferred less (objective=dpo).
         root: index of its root.
         caption_file: text file that holds its prompts, or would; None in a table.
+        mask_file: image file that holds its mask, or would; None in a table.
     """
 
     key: str
@@ -141,6 +142,7 @@ class Sample:
     rejected: ImageFile | None = None
     root: int = 0
     caption_file: Path | None = None
+    mask_file: Path | None = None
 
 
 @dataclass(frozen=True)

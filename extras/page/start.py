@@ -262,7 +262,7 @@ class StartPage:
         """Return the newest run that computed the same steps, with how long those of these arguments would take."""
         cfg = composed(*read_values(arguments, "train"))
         settings, steps = OmegaConf.to_container(cfg), OmegaConf.select(cfg, "trainer.max_steps")
-        for name in self.shelf.newest()[:LOOKED_AT]:
+        for name in self.shelf.found()[:LOOKED_AT]:
             run = self.shelf.get(name)
             with suppress(UserError, ValueError):
                 last, own = last_metrics(run.metrics), settings_of(run)

@@ -48,3 +48,7 @@ document.addEventListener("input", event => {
     part.open = words[0] !== "" && fields.some(field => !field.hidden);
   }
 });
+document.addEventListener("keydown", event => {
+  const way = {ArrowLeft: "prev", ArrowRight: "next"}[event.key], busy = event.target.closest("input, textarea, select, [tabindex]") || document.querySelector("#painter[open], .pswp");
+  if (way && !busy && !event.altKey) document.querySelector(`a[rel=${way}]`)?.click();
+});

@@ -1,5 +1,6 @@
 """Write LoRA files for any program."""
 
+import hashlib
 import json
 import logging
 import re
@@ -11,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from foundation.catalogue import catalogue
 from foundation.errors import UserError, listing
 from foundation.files import replacing
 from lightning_modules.lora_files.delta import Delta, LowRank, swap_halves
@@ -20,6 +22,8 @@ from lightning_modules.lora_files.reading import HEADER_KEY, PEFT_CONFIG_NAME, P
 
 log = logging.getLogger("retouch")
 
+# Of the Model Metadata Standard, github.com/Stability-AI/ModelSpec.
+SPEC_PREFIX = "modelspec."
 DORA_SCALE = ("dora_scale", True)
 # Endings of tensors that are not rounded.
 EXACT = (".alpha", ".lora_magnitude_vector", ".dora_scale")
@@ -105,11 +109,44 @@ def write(
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write tensors with their names in the file, atomically."""
-    # Only one entry: safetensors writes several in random order, and equal weights should be equal files.
-    blob = safetensors.torch.save(dict(tensors), {HEADER_KEY: json.dumps(header, sort_keys=True)})
-    with replacing(path) as temporary:
-        temporary.write_bytes(blob)
+    """Write tensors with their names in the file, atomically; entries of header["modelspec"] are entries of the file.
+
+    safetensors writes several entries in random order, and equal weights should be equal files.
+    """
+    blob = memoryview(safetensors.torch.save(dict(tensors)))
+    start = 8 + int.from_bytes(blob[:8], "little")
+    own = dict(header)
+    if spec := own.pop("modelspec", {}):
+        spec = spec | {"hash_sha256": f"0x{hashlib.sha256(blob[start:]).hexdigest()}"}
+    entries = {HEADER_KEY: json.dumps(own, sort_keys=True), **{SPEC_PREFIX + name: spec[name] for name in sorted(spec)}}
+    text = json.dumps({"__metadata__": entries, **json.loads(bytes(blob[8:start]))}).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(blob[start:])
+
+
+def modelspec(model: str, base: str, resolution: int | None, **facts: str | None) -> dict[str, str]:
+    """Return the Model Metadata Standard's entries for a LoRA of a model's YAML and a base by its public name.
+
+    SwarmUI finds the model by the architecture (T2IModelClassSorter.cs), Forge FLUX.1 (sd_forge_lora/network.py).
+    """
+    known = catalogue().get(model)
+    licence = known.licence if known and known.base == base else ""
+    entries = {
+        "sai_model_spec": "1.0.1",
+        "architecture": f"{known.architecture if known else model}/lora",
+        "implementation": "diffusers",
+        "resolution": f"{resolution}x{resolution}" if resolution else None,
+        "usage_hint": f"Trained on {base}.",
+        "license": re.sub(r"\[(.+?)\]\((.+?)\)(, gated)?", r"\1 (\2)", licence),
+    }
+    return {name: value for name, value in (entries | facts).items() if value}
+
+
+def modelspec_in(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the standard's entries of a file."""
+    return {key.removeprefix(SPEC_PREFIX): text for key, text in metadata.items() if key.startswith(SPEC_PREFIX)}
 
 
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

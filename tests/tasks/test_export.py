@@ -1,17 +1,23 @@
 """task=export by the command line: what is read back is what was trained."""
 
+import base64
+import io
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
+from PIL import Image
 
 from foundation.errors import UserError
 from lightning_modules.adapters.ranks import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
-from lightning_modules.lora_files.writing import LORA_FORMATS, write
+from lightning_modules.lora_files.writing import LORA_FORMATS, modelspec_in, write
+from report.images import Strip
+from runs.run_folder import RunFolder
 from tasks.export import title
 from tests.support.combinations import first
 from tests.support.commands import run_task
@@ -148,6 +154,30 @@ def test_training_starts_from_an_export_with_the_same_update(export, trained, ti
     assert Ranks.of_file(LoRAFile(path)).scale == 2.0
     module = build(tiny, "lora", "adapter.rank=2", "adapter.alpha=3", f"adapter.init_from={path}")
     same(read(path, module.base.layer_names), module.adapter.deltas(module.transformer))
+
+
+def test_other_programs_are_told_title_author_and_licence_with_a_published_thumbnail(export, made, repositories):
+    """They last from one export to the next; each export of a file is the same, bit by bit."""
+    lora, _ = made("snow")
+    run = RunFolder(lora.parents[2])
+    run.samples_of(7).mkdir(parents=True)
+    for name, colour, private in (("0", "red", True), ("1", "blue", False)):
+        image = Image.new("RGB", (300, 200), colour)
+        Strip([image], image, None, "", private).write(run.samples_of(7) / f"{name}.png")
+    settings = ["format=comfyui", "export.title=Snow everywhere", "export.author=me", "export.license=CC0 1.0"]
+    path, _ = export(f"lora={lora}", *settings)
+    entries = modelspec_in(LoRAFile(path).metadata)
+    assert (entries["title"], entries["author"], entries["license"]) == ("Snow everywhere", "me", "CC0 1.0")
+    assert entries["date"] == datetime.fromtimestamp(lora.stat().st_mtime, UTC).date().isoformat()
+    picture = Image.open(io.BytesIO(base64.b64decode(entries["thumbnail"].partition(";base64,")[2])))
+    assert picture.size == (256, 256)
+    assert picture.convert("RGB").getpixel((9, 9))[2] > 200, "the red one is not published"
+    assert export(f"lora={lora}", *settings)[0].read_bytes() == path.read_bytes()
+    base = ["model=flux_kontext", f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"]
+    again, _ = export(f"lora={path}", "format=kohya", *base)
+    kept = modelspec_in(LoRAFile(again).metadata)
+    differ = {"title": "snow", "implementation": "kohya", "hash_sha256": kept["hash_sha256"]}
+    assert kept == entries | differ
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_runs_from_elsewhere_are_shown_and_run_no_command_again(address, place):
         for name in names:
             page.goto(f"{base}/data")
             page.locator("select[name=run]").select_option(name)
-            page.get_by_role("button", name="scan").click()
+            page.get_by_role("button", name="open its data").click()
             answered = "() => Boolean(document.getElementById('message').innerText || location.search)"
             while not page.evaluate(answered):
                 time.sleep(0.1)

@@ -73,7 +73,9 @@ def test_every_tab_fits_its_screen_and_works_by_keyboard(tmp_path, options):
             width = page.locator("html").evaluate("page => page.scrollWidth - page.clientWidth")
             assert width <= 0, path
             found = Axe().run(page).response["violations"]
-            serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
+            serious = [
+                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")
+            ]
             assert not serious, path
         page.goto(address.split("/?")[0] + "/run?run=first")
         wipe = page.get_by_role("slider", name="compare with the image before").first
