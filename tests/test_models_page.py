@@ -5,17 +5,20 @@ import re
 
 from benchmarks.models import MEMORY, PAGE, download, gigabytes, page
 from cli.resolvers import CONF
+from foundation.catalogue import catalogue
 
 
 def test_the_page_is_what_the_command_writes():
     assert page(json.loads(MEMORY.read_text())) == PAGE.read_text()
 
 
-def test_the_readme_has_the_same_memory_and_download_and_the_gigabyte_of_cuda_is_in_all_of_it():
+def test_readme_and_catalogue_have_the_same_memory_and_download_with_the_gigabyte_of_cuda():
     memory, readme = json.loads(MEMORY.read_text()), (PAGE.parent.parent / "README.md").read_text()
     for name, rows in memory.items():
         [row] = re.findall(rf"^\| `{name}` \| (.*) \|$", readme, re.MULTILINE)
-        assert row.split(" | ")[-5:] == [f"{size:.0f}" for size in gigabytes(rows)]
+        sizes, model = [f"{size:.0f}" for size in gigabytes(rows)], catalogue()[name]
+        assert row.split(" | ")[-5:] == sizes
+        assert [*map(str, (*model.training, model.encoding, model.download))] == sizes
     assert memory["flux_kontext"]["bf16"]["encoding"] == 10.8, "T5 and CLIP are 9.8 GB"
 
 
