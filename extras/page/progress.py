@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import pynvml
 
 from report.diagnosis import diagnosis
 
@@ -27,22 +28,26 @@ def time_left(metrics: Sequence[Mapping[str, str]], max_steps: Any, written: flo
     return {"left": str(timedelta(seconds=round(end - time.time()))), "end": shown}
 
 
+def cards() -> list[tuple[str, int, int]]:
+    """Return name and bytes of memory, in use and in all, of each NVIDIA card of this machine."""
+    with suppress(pynvml.NVMLError):  # no driver
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        sizes = [(pynvml.nvmlDeviceGetName(one), pynvml.nvmlDeviceGetMemoryInfo(one)) for one in handles]
+        return [(name, memory.used, memory.total) for name, memory in sizes]
+    return []
+
+
 def memory(pid: int) -> list[tuple[str, str]]:
-    """Return names and values of the memory in use: of this process, the machine, and each card if pynvml is there."""
+    """Return names and values of the memory in use: of this process, the machine and its cards."""
     machine, rows = psutil.virtual_memory(), []
     with suppress(psutil.Error):  # it has just ended
         rows.append(("GB of memory, this run", f"{psutil.Process(pid).memory_info().rss / 1e9:.2f}"))
-    used = machine.total - machine.available
-    rows.append(("GB of memory, the machine", f"{used / 1e9:.1f} of {machine.total / 1e9:.0f}"))
-    with suppress(ImportError):
-        import pynvml
-
-        with suppress(pynvml.NVMLError):  # no card of NVIDIA
-            pynvml.nvmlInit()
-            for index in range(pynvml.nvmlDeviceGetCount()):
-                card = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
-                rows.append((f"GB of card {index}", f"{card.used / 1e9:.1f} of {card.total / 1e9:.0f}"))
-    return rows
+    parts = [("the machine", machine.total - machine.available, machine.total), *cards()]
+    return [
+        *rows,
+        *((f"GB of memory, {name}", f"{used / 1e9:.1f} of {total / 1e9:.0f}") for name, used, total in parts),
+    ]
 
 
 def monitored(settings: Mapping[str, Any], row: Mapping[str, float]) -> str:

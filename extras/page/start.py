@@ -4,7 +4,6 @@ import json
 import re
 import secrets
 import shlex
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from cli.resuming import OF_A_START
 from extras.page.answers import page, post
 from extras.page.jobs import Jobs, run_below
 from extras.page.plans import Plans
+from extras.page.progress import cards
 from extras.page.runs import Shelf, settings_of
 from foundation.catalogue import catalogue
 from foundation.errors import UserError, without_credentials
@@ -82,18 +82,7 @@ def goals() -> dict[str, str]:
     return {name: goal[1] for name, goal in found.items() if goal}
 
 
-@cache
-def card() -> tuple[str, int] | None:
-    """Return name and GiB of this machine's first NVIDIA card."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
-        printed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        name, _, size = printed.splitlines()[0].rpartition(", ")
-        return name, round(float(size) / 1024)
-    return None
-
-
-def cards(memory: float) -> list[dict[str, Any]]:
+def model_cards(memory: float) -> list[dict[str, Any]]:
     """Return the models, those that fit a card of so many GiB first; 0: the card is not known."""
     found = []
     for model in catalogue().values():
@@ -158,8 +147,10 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
 
 def _memory_of(asked: Mapping[str, str]) -> float:
     """Return the GiB of the card in the form, or of this machine's; 0 if neither is known."""
-    text = asked.get("memory") or str((card() or ("", 0))[1])
-    return float(text) if re.fullmatch(r"\d{1,4}(\.\d+)?", text) else 0.0
+    text = asked.get("memory", "")
+    if re.fullmatch(r"\d{1,4}(\.\d+)?", text):
+        return float(text)
+    return next((round(total / 2**30) for _, _, total in cards()), 0)
 
 
 def _at(settings: Any, key: str) -> Any:
@@ -206,7 +197,7 @@ class StartPage:
         if asked.get("experiment") != asked.get("goal_before"):
             asked |= dict.fromkeys((one for one in GROUPS if one != "experiment"), "")
         elif asked.get("model") != asked.get("model_before"):
-            fits = {one["model"].name: one["fits"] for one in cards(_memory_of(asked))}
+            fits = {one["model"].name: one["fits"] for one in model_cards(_memory_of(asked))}
             asked["model/quantization"] = fits.get(asked.get("model"), "") or ""
         return self._form(asked)
 
@@ -227,11 +218,11 @@ class StartPage:
             asked={"output_dir": f"{self.outputs}/{name}", "upload": name, "data.root": "", **asked},
             groups={group: (choices[group], known.groups[group]) for group in GROUPS},
             goals=goals(),
-            cards=cards(_memory_of(asked)),
+            cards=model_cards(_memory_of(asked)),
             chosen=choices.model,
             usual=usual.hydra.runtime.choices.model,
             memory=_memory_of(asked),
-            card=card(),
+            card=next((name for name, *_ in cards()), ""),
             formats=FORMATS,
             fields=shown,
             headings=[*SECTIONS, "Expert"],

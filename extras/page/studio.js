@@ -17,6 +17,10 @@ document.addEventListener("click", event => {
   const shown = document.getElementById(event.target.dataset.copies);
   if (shown) { getSelection().selectAllChildren(shown); document.execCommand("copy"); event.target.textContent = "copied"; }
 });
+document.addEventListener("keydown", event => {
+  const way = {ArrowLeft: "prev", ArrowRight: "next"}[event.key], busy = event.target.closest("input, textarea, select, [tabindex]") || document.querySelector("#painter[open], .pswp");
+  if (way && !busy && !event.altKey) document.querySelector(`a[rel=${way}]`)?.click();
+});
 // The tab Start: a folder that is chosen, files that are uploaded one by one, a search in the settings.
 const choose = (input, value) => { input.value = value; input.dispatchEvent(new Event("change", {bubbles: true})); };
 document.addEventListener("click", event => {
@@ -28,7 +32,8 @@ document.addEventListener("change", async event => {
   const {role} = event.target.dataset; if (!role) return;
   const place = event.target.closest(".upload"), bar = place.querySelector("progress"), folder = place.querySelector("[name=upload]").value, files = [...event.target.files], problems = [];
   bar.hidden = false;
-  for (const [index, file] of files.sort(one => one.type.startsWith("image/")).entries()) {  // captions first
+  files.sort((one, other) => one.type.startsWith("image/") - other.type.startsWith("image/"));  // captions first
+  for (const [index, file] of files.entries()) {
     const form = new FormData(), fields = {file, role, folder, prompt: document.getElementById("instruction").value};
     for (const name in fields) form.append(name, fields[name]);
     const answer = await fetch("/upload", {method: "POST", headers: {"hx-request": "true"}, body: form});
@@ -47,8 +52,4 @@ document.addEventListener("input", event => {
     for (const field of fields) field.hidden = !words.every(word => field.textContent.toLowerCase().includes(word));
     part.open = words[0] !== "" && fields.some(field => !field.hidden);
   }
-});
-document.addEventListener("keydown", event => {
-  const way = {ArrowLeft: "prev", ArrowRight: "next"}[event.key], busy = event.target.closest("input, textarea, select, [tabindex]") || document.querySelector("#painter[open], .pswp");
-  if (way && !busy && !event.altKey) document.querySelector(`a[rel=${way}]`)?.click();
 });

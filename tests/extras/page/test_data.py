@@ -437,19 +437,19 @@ def test_a_caption_is_edited_in_a_browser_and_arrows_lead_to_the_next_sample(bro
 def test_a_mask_is_painted_erased_undone_and_saved_in_a_browser(browsed, root):
     browsed.get_by_text("paint a mask").click()
     canvas = browsed.locator("canvas")
-    browsed.wait_for_function("document.querySelector('canvas').width === 100")
-    box = canvas.bounding_box()
+    shown = "document.querySelector('canvas').getContext('2d').getImageData(50, 18, 1, 1).data[0]"
+    wait_until(lambda: canvas.get_attribute("width") == "100")
 
     def draw(down):
         """Draw a line across the image, at a part of its height."""
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
         y = box["y"] + down * box["height"]
         browsed.mouse.move(box["x"] + 1, y)
         browsed.mouse.down()
         browsed.mouse.move(box["x"] + box["width"] - 1, y)
         browsed.mouse.up()
 
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
     browsed.get_by_label("size").fill("10")
     draw(0.25)
     draw(0.75)
@@ -462,13 +462,10 @@ def test_a_mask_is_painted_erased_undone_and_saved_in_a_browser(browsed, root):
     mask = Image.open(root / "masks/00.png")
     assert [mask.getpixel((50, y)) for y in (18, 36, 54)] == [255, 0, 0]
     browsed.get_by_text("change the mask").click()
-    shown = "document.querySelector('canvas').getContext('2d').getImageData(50, 18, 1, 1).data[0]"
-    browsed.wait_for_function(f"document.querySelector('canvas').width === 100 && {shown} > 200")
+    wait_until(lambda: browsed.evaluate(shown) > 200)
     browsed.get_by_role("button", name="clear").click()
     assert browsed.evaluate(shown) == 0
     browsed.get_by_label("brush").check()
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
     draw(0.75)
     browsed.once("dialog", lambda dialog: dialog.accept())
     with browsed.expect_response("**/data/mask"), browsed.expect_navigation():
