@@ -24,6 +24,8 @@ TRAIN = Path(__file__).parents[2] / "train.py"
 
 # On Windows, Ctrl-C stays within a group, and only processes of one console can be interrupted or end with its window.
 NEW_GROUP, NO_CONSOLE = (getattr(subprocess, name, 0) for name in ("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW"))
+# Settings of commands that load no model.
+LIGHT = {"task=inspect", "task=export", "task=dry_run"}
 # The names of commands that use a folder: a lock from elsewhere may name any process.
 COMMANDS = ("train", "predict", "retouch-train", "retouch-predict")
 
@@ -70,9 +72,7 @@ class Jobs:
             run.path.mkdir(parents=True, exist_ok=True)
             with open_own(run.log) as log, open_own(run.path / LOCK) as lock:
                 lock.write(lock_content(os.getpid()))
-                if not {"task=inspect", "task=export"} & {
-                    *arguments
-                }:  # which load no model; refused starts free nothing
+                if LIGHT.isdisjoint(arguments):  # refused starts and full disks free nothing
                     self.free()
                 process = subprocess.Popen(
                     [sys.executable, str(TRAIN.with_stem(script)), *arguments],

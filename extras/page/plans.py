@@ -1,95 +1,69 @@
-"""Dry runs: jobs of their own, with progress, whose results are kept by their settings."""
+"""Dry runs: jobs with progress, whose results are kept by their settings."""
 
 import hashlib
-import os
 import re
 import statistics
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extras.page.jobs import TRAIN
+from extras.page.jobs import Jobs, user_of
 from foundation.errors import UserError
-from foundation.files import require_file
-from foundation.locks import open_own
+from foundation.files import read_bytes
+from foundation.locks import LOCK
+from runs.config_file import MOST_BYTES
+from runs.run_folder import RunFolder
 
 # Results whose durations tell how long the next one will take.
 RECENT = 20
 
 
-@dataclass
-class _Job:
-    process: subprocess.Popen[bytes]
-    windows: set[str]
-
-
 class Plans:
-    """Dry runs, whose output is kept in a folder.
+    """Dry runs, each in a folder of its own: its lock is written at the start, its log until the end."""
 
-    The first line of each file is the time of its start; its last change is the time of its end.
-    """
+    def __init__(self, jobs: Jobs, folder: Path) -> None:
+        self.jobs, self.folder = jobs, folder
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._one_thread = threading.Lock()
-        self._jobs: dict[str, _Job] = {}
-
-    def start(self, arguments: Sequence[str], window: str, again: bool) -> str:
-        """Start a dry run, unless its result is kept or on its way; end the one before of the same window.
-
-        Returns:
-            The key of its settings.
-        """
+    def start(self, arguments: Sequence[str], again: bool) -> str:
+        """Start a dry run, unless its result is kept or on its way, and return the key of its settings."""
         key = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
-        output = self.folder / f"{key}.txt"
-        with self._one_thread:
-            for other, job in self._jobs.items():
-                (job.windows.add if other == key else job.windows.discard)(window)
-                if not job.windows:
-                    job.process.kill()
-            if self._is_running(key) or (output.is_file() and not again and "╰" in self._read(output)[1]):
-                return key
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open_own(output) as file:
-                file.truncate(0)
-                file.write(f"{time.time()}\n".encode())
-                command = [sys.executable, str(TRAIN), *arguments, f"output_dir={self.folder}", "task=dry_run"]
-                streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": file}
-                process = subprocess.Popen(command, env={**os.environ, "COLUMNS": "2000"}, **streams)
-            self._jobs[key] = _Job(process, {window})
+        run = RunFolder(self.folder / key)
+        if user_of(run.path) is None and (again or "╰" not in _printed(run)):
+            run.log.unlink(missing_ok=True)
+            self.jobs.start([*arguments, f"output_dir={run}", "task=dry_run"], run)
         return key
 
     def state(self, key: str) -> dict[str, Any]:
         """Return a dry run's rows and notes, or its mistake; of a running one, its last line and its seconds."""
-        started, printed = self._read(self.folder / f"{key}.txt")
-        if self._is_running(key):
-            lines = printed.split("\n")[:-1] or ["starting"]
-            return {"key": key, "now": lines[-1], "took": time.time() - started, "usual": self._usual()}
+        run = RunFolder(self.folder / key)
+        if not re.fullmatch(r"[0-9a-f]{16}", key) or not run.log.is_file():
+            raise UserError("this estimate is not kept any more. Start it again.")
+        printed = _printed(run)
+        if user_of(run.path) is not None:
+            took = [_seconds(one) for one in map(RunFolder, self.folder.iterdir()) if "╰" in _printed(one)]
+            now = (printed.split("\n")[:-1] or ["starting"])[-1]
+            usual = statistics.median(took[-RECENT:]) if took else None
+            return {"key": key, "now": now, "took": time.time() - _started(run), "usual": usual}
         if "╰" not in printed:
             return {"mistake": printed.rpartition("error: ")[2] if "error: " in printed else "This estimate was ended."}
-        rows = re.findall(r"^│ (.*?)  +(.*?) *│$", printed, re.MULTILINE)
+        rows: list[list[str]] = []
+        for name, text in re.findall(r"^│ (.*?)  +(.*?) *│$", printed, re.MULTILINE):
+            if name:
+                rows.append([name, text])
+            else:
+                rows[-1][1] += f" {text}"
         notes = [text for name, text in rows if name == "note"]
-        facts = {name: text for name, text in rows if name not in ("note", "")}
-        return {"key": key, "facts": facts, "notes": notes, "made": started}
+        return {"key": key, "facts": {name: text for name, text in rows if name != "note"}, "notes": notes}
 
-    def _is_running(self, key: str) -> bool:
-        return key in self._jobs and self._jobs[key].process.poll() is None
 
-    def _read(self, path: Path) -> tuple[float, str]:
-        """Return when a dry run started, and what it has printed."""
-        if not re.fullmatch(r"[0-9a-f]{16}", path.stem) or not path.is_file():
-            raise UserError("this estimate is not kept any more. Start it again.")
-        require_file(path)
-        started, _, printed = path.read_text("utf-8", "replace").partition("\n")
-        return float(started), printed
+def _printed(run: RunFolder) -> str:
+    return read_bytes(run.log, MOST_BYTES).decode("utf-8", "replace") if run.log.is_file() else ""
 
-    def _usual(self) -> float | None:
-        """Return the median of the seconds that recent dry runs took; None without any."""
-        ended = [one for one in self.folder.glob("*.txt") if "╰" in self._read(one)[1]]
-        ended.sort(key=lambda one: one.stat().st_mtime)
-        return statistics.median(one.stat().st_mtime - self._read(one)[0] for one in ended[-RECENT:]) if ended else None
+
+def _started(run: RunFolder) -> float:
+    return (run.path / LOCK).stat().st_mtime
+
+
+def _seconds(run: RunFolder) -> float:
+    return run.log.stat().st_mtime - _started(run)

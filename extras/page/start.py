@@ -2,7 +2,6 @@
 
 import json
 import re
-import secrets
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -176,7 +175,7 @@ class StartPage:
 
     def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
         self.shelf, self.jobs, self.outputs = shelf, jobs, shelf.outputs
-        self.plans = Plans(self.outputs / ".plans")
+        self.plans = Plans(jobs, self.outputs / ".plans")
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -229,7 +228,6 @@ class StartPage:
             heading_of=heading_of,
             queue={run: without_credentials(shlex.join(one)) for run, one in self.jobs.waiting().items()},
             failed=self.jobs.failed,
-            window=secrets.token_hex(4),
         )
 
     def start(self, request: Request, form: FormData) -> Response:
@@ -265,7 +263,7 @@ class StartPage:
 
     def estimate(self, request: Request, form: FormData) -> Response:
         """Start a dry run, and show how far it is."""
-        key = self.plans.start(arguments_of(form), str(form.get("window", "")), "again" in form)
+        key = self.plans.start(arguments_of(form), "again" in form)
         return page("plan.html", **self.plans.state(key))
 
     def plan(self, request: Request) -> Response:
