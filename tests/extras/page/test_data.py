@@ -275,7 +275,7 @@ def test_a_mask_replaces_only_the_one_that_was_shown_in_its_file(client, root, o
         pytest.param(b"", id="nothing"),
         pytest.param(b"<svg/>", id="no image"),
         pytest.param(painted()[:60], id="truncated"),
-        pytest.param(painted((5000, 5000)), id="large"),
+        pytest.param(painted((1400, 1000), (0, 0, 1400, 1000)), id="large"),
         pytest.param(painted(box=(0, 0, 0, 0)), id="empty"),
     ],
 )
