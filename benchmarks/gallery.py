@@ -106,7 +106,7 @@ EDITS = {
         without_border,
         "fill in the grey border",
         ("model=qwen_image_edit_plus", "model/quantization=nf4"),
-        ("model.offload.encoders=true", "model.offload.blocks=20"),
+        ("model.offload.encoders=true", "model.offload.blocks=30"),
     ),
     "hole": Edit(with_hole, "fill in the grey rectangle", ("model=flux2_klein_4b",)),
 }
