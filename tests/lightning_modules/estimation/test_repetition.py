@@ -19,14 +19,12 @@ def deep(repository, *overrides):
     module = family(repository, "flux2_klein_4b", *overrides)
     meta = module.base.source.meta
     with torch.device("meta"):
-        module.base.source.meta = type(meta).from_config({**meta.config, "num_layers": 7, "num_single_layers": 12})
+        module.base.source.meta = type(meta).from_config({**meta.config, "num_layers": 2, "num_single_layers": 14})
     return module.execution, empty_latents(module, module.base, SIZE, 1, CAPTION)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "passes"),
-    [((), ONE), ((), Passes(2, 1)), (("adapter.rank=64",), ONE), (("adapter.rank=64",), Passes(2, 0))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "passes"), [((), ONE), (("adapter.rank=64",), Passes(2, 1))])
 def test_estimates_by_few_blocks_equal_those_by_all_to_the_byte(repositories, monkeypatch, overrides, passes):
     execution, batch = deep(repositories["flux2_klein_4b"], *overrides)
     ran = []
@@ -36,13 +34,13 @@ def test_estimates_by_few_blocks_equal_those_by_all_to_the_byte(repositories, mo
         for block in blocks(step.transformer).values():
             block.register_forward_pre_hook(lambda *_: ran.append(1))
         transformer = execution.adapted_meta_transformer().float()
-        peaks = [step.peak(policy) for policy in ("none", "every_2", "every_3", "full")]
+        peaks = [step.peak(policy) for policy in ("none", "every_3", "full")]
         return *peaks, step_flops(execution, transformer, batch, passes)
 
     few, count = estimates(), len(ran)
     monkeypatch.setattr(repetition, "_are_equal", lambda _: False)
     assert estimates() == few
-    assert passes != ONE or overrides or count < (len(ran) - count) * 0.9
+    assert passes != ONE or count < (len(ran) - count) * 0.9, "it is quicker"
 
 
 def test_list_of_different_blocks_is_measured_whole():
