@@ -167,5 +167,5 @@ class LoRACheckpoint(L.Callback):
         if writes and not self._was_read_back:
             weights = self.run.weights(module.adapter.folder, "last")
             if words := module.adapter.check_written(weights, module.base):
-                log.info(f"{weights} was read back: {words}")
+                log.info(f"saved {weights}: {words}")
             self._was_read_back = True

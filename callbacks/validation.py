@@ -53,6 +53,7 @@ class Validation(L.Callback):
 
     Args:
         metrics: torchmetrics' metrics or their factories, updated with (result, target), each (1, 3, H, W) in [0, 1].
+            None: the loss only.
         monitor: the figure that determines which weights are kept as `best`, next to `last`; None for the default.
         default_monitor: the model's; val_loss replaces it if it is not measured.
         early_stopping: whether training ends when the figure no longer improves.
@@ -62,14 +63,14 @@ class Validation(L.Callback):
     def __init__(
         self,
         output_dir: str,
-        metrics: Mapping[str, Metric | Callable[[], Metric]],
+        metrics: Mapping[str, Metric | Callable[[], Metric]] | None,
         monitor: str | None,
         default_monitor: str,
         early_stopping: bool,
         patience: int,
     ) -> None:
         self.path = RunFolder(output_dir).validation
-        self._makers = {name: metric for name, metric in metrics.items() if metric is not None}
+        self._makers = {name: metric for name, metric in (metrics or {}).items() if metric is not None}
         self.metrics: dict[str, Metric] = {}
         self.is_specified = monitor not in (None, "loss_avg", "val_loss")
         self.directions = _directions(self._makers)

@@ -16,6 +16,7 @@ from foundation.settings import CONF, declared, flat_settings
 
 # Lightning's names of the one trainer.precision for each model.dtype.
 PRECISIONS = {"float32": ("32-true", "32", 32, None), "bfloat16": ("bf16-mixed", "bf16")}
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
 # Settings of conf/data/pairs.yaml that do not change the encodings in data.shards, or have a check of their own.
 KEPT_BY_SHARDS = {
     *("_target_", "root", "source", "val_root", "val_count", "batch_size", "num_workers", "seed", "preview_count"),
@@ -43,6 +44,10 @@ def check_run(cfg: DictConfig) -> None:
     if fitting is not None and precision not in fitting:
         other = f"is not compatible with model.dtype={cfg.model.dtype}: use {fitting[0]}"
         raise UserError(f"trainer.precision={precision} {other}, which keeps trainable weights in float32")
+    if (accelerator := cfg.trainer.accelerator) not in ACCELERATORS:
+        raise UserError(f"trainer.accelerator={accelerator}: choose {', '.join(ACCELERATORS)}")
+    if cfg.trainer.devices == 0:
+        raise UserError("trainer.devices=0: at least one device trains; -1 uses all")
     if cfg.early_stopping and cfg.callbacks.get("validation") is None:
         raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
     if cfg.sample_root is not None and cfg.callbacks.get("sample_images") is None:

@@ -178,7 +178,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
             log.info(f"note: {line}")
     if hidden:
         raise UserError(
-            f"cannot resume with a changed setting: {'; '.join(hidden)}. Leave ckpt_path out and "
-            f"{_from_weights(run.saved_weights())}; or resume with the run's own settings: "
+            f"cannot resume with a changed setting: {'; '.join(hidden)}. Undo it, or choose "
+            f"another output_dir and {_from_weights(run.saved_weights())}; or resume with the run's own settings: "
             f"{program('train')} output_dir={shlex.quote(str(run))} ckpt_path=last"
         )

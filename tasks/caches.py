@@ -20,6 +20,8 @@ from report.quoting import program
 from tasks.contact_sheet import contact_sheet
 from tasks.encode import build_cache, cached_data
 
+DAY = 24 * 3600  # seconds
+
 
 def cache(cfg: DictConfig, _: Path) -> None:
     """Encode data.root, as train.py does before it trains."""
@@ -58,20 +60,20 @@ def clean(cfg: DictConfig, _: Path) -> None:
     if "://" in data.cache_dir:
         where = without_credentials(data.cache_dir)
         raise UserError(f"data.cache_dir={where}: task=clean deletes folders of this machine only. Name one of these.")
-    # The cache that was used last, even later than these settings' own, is likely to be used again.
+    # A cache of the last day, and the one that was used last, are likely to be used again.
     notes = sorted(used.parent.glob(f"{'?' * len(used.name)}/{USED}"), key=lambda note: note.stat().st_mtime)
     freed = 0
     for note in notes:
         cache, last_used = Cache(note.parent, {}), note.stat().st_mtime
         if cache.folder == used:
             continue
-        if note == notes[-1]:
-            log.info(f"{cache}, {_described(cache)}, was used last: it stays. Delete the folder to free it.")
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
+        if note == notes[-1] or time.time() - last_used < DAY:
+            log.info(f"{cache}, {_described(cache)}, last used {when}: it stays. Delete the folder to free it.")
             continue
         try:
             with in_use(cache.folder):
                 size = sum(path.stat().st_size for path in cache.folder.iterdir() if path.is_file())
-                when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
                 log.info(f"{cache}  {decimal(size)}, {_described(cache)}, last used {when}")
                 freed += size
                 if cfg.delete:

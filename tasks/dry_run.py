@@ -77,18 +77,20 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
     data = instantiate(cfg.data, _convert_="all")
     if isinstance(data, CachedDataModule) and data.shards is not None:
         raise UserError("task=dry_run plans for images: set data.root, not data.shards")
+    log.info(f"1 of 4: finding the images of {', '.join(map(str, data.roots))}")
     data.sample_set.scan()  # its errors come before requests to the hub
+    log.info(f"2 of 4: building {cfg.model.pretrained_model_name_or_path}")
     module = without_network(cfg.model)
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     check_samples(module, data)
-    log.info(f"reading the sizes of {', '.join(map(str, data.roots))}")
+    log.info("3 of 4: reading the sizes of the images")
     data.scan()
     module.objective.check_sizes(data.drawn_sizes)
     module.execution.check_data(data)
     run: Any = SimpleNamespace(datamodule=data, callbacks=callbacks)
     for validation in [callback for callback in callbacks if isinstance(callback, Validation)]:
         validation.setup(run, module, "fit")
-    log.info(f"estimating the memory of {module.base.name}, which may take a minute or two")
+    log.info("4 of 4: estimating the memory and time of a step")
     plan = measure(module, data, samples=cfg.callbacks.get("sample_images") is not None)
     limits, split, epoch = plan.batch.limits, data.training, sum(data.training.repeats)
     data.notes += bucket_notes(split.sizes, split.repeats, limits, split.noun)

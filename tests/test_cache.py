@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import time
 
 import pytest
 import safetensors.torch
@@ -93,22 +94,23 @@ def test_name_of_any_bytes_is_cached_trained_on_held_out_and_shown(run, tiny, tm
     assert len(list((tmp_path / "out").glob("*.png"))) == 3
 
 
-def test_old_caches_are_deleted_on_request_except_the_last_used_one(tiny, tmp_path):
+def test_old_caches_are_deleted_on_request_except_recent_ones_and_the_last_used_one(tiny, tmp_path):
     """A command with other settings, such as those of the demo, does not delete the cache that was used last."""
     root = make_pairs(tmp_path / "pairs", [(32, 32)])
     settings = cache_overrides(tiny, root, tmp_path / "cache")[1:]
     cfg = compose("predict", "task=clean", *settings)
     demo = instantiate(cfg.data).cache(instantiate(cfg.model))
-    caches = [demo, *(Cache(demo.folder.with_name(letter * 16), {"family": "FluxKontext"}) for letter in "ab")]
+    caches = [demo, *(Cache(demo.folder.with_name(letter * 16), {"family": "FluxKontext"}) for letter in "abc")]
     for number, cache in enumerate(caches):
         assert cache.touch()
         cache.merge()
-        os.utime(cache.folder / ".used", (1000 + number, 1000 + number))
+        used = 1000 + number if number < 2 else time.time() - 3600 * number
+        os.utime(cache.folder / ".used", (used, used))
     assert "delete=true frees" in run_task("clean", *settings)
     text = run_task("clean", *settings, "delete=true")
     assert f"{caches[1]}  " in text
     assert "0 samples of FluxKontext" in text
     assert ", last used 1970-" in text
-    assert f"{caches[2]}, 0 samples of FluxKontext (a local model, None), was used last: it stays" in text
-    assert [cache.folder.exists() for cache in caches] == [True, False, True]
+    assert f"{caches[3]}, 0 samples of FluxKontext (a local model, None), last used 2" in text
+    assert [cache.folder.exists() for cache in caches] == [True, False, True, True], "one is of the last day"
     assert "nothing to free" in run_task("clean", *settings, "delete=true")

@@ -161,7 +161,9 @@ class DeltaAdapter(Adapter):
     def check_written(self, folder: Path, base: FrozenBase) -> str:
         pipeline_name = base.family_class.pipeline_name
         found = readers(folder / WEIGHTS_NAME, "diffusers", base.layer_names, pipeline_name, base.source.meta)
-        return "; ".join(f"{one.program}: {one.verdict}" for one in found)
+        read_by = " and ".join(one.program for one in found if one.reads)
+        others = [f"{one.program} {one.verdict}" for one in found if not one.reads]
+        return "; ".join([f"it loads in {read_by}"] * bool(read_by) + others)
 
     def predict_arguments(self, run: str, model_name: str) -> dict[str, str]:
         return {"lora": run}

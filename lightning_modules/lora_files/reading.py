@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ def find_weights(lora: str | Path) -> Path:
     if found := next((candidate for candidate in candidates if candidate.is_file()), None):
         return found
     if not path.exists():
-        raise UserError(f"LoRA weights {path}: no such file or folder")
+        near = get_close_matches(path.name, [one.name for one in path.parent.glob("*")], 1)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise UserError(f"LoRA weights {path}: no such file or folder{hint}")
     if (path / "model" / "last").is_dir():
         raise UserError(
             f"LoRA weights {path}: this run trained all weights. Replace lora= by model=NAME "
@@ -88,7 +91,8 @@ def find_weights(lora: str | Path) -> Path:
 def find_or_download(lora: str | Path) -> Path:
     """Return a local weights file as `find_weights`, else one of the hub: `owner/name` or `owner/name/FILE`."""
     match = ON_THE_HUB.fullmatch(str(lora))
-    if match is None or Path(lora).expanduser().exists():
+    # A folder here, such as outputs/, is no owner on the hub.
+    if match is None or Path(lora).expanduser().exists() or Path(lora).parent.is_dir():
         return find_weights(lora)
     repository, filename = match.groups()
     if filename is None:

@@ -37,6 +37,11 @@ def settings(tiny, pairs, tmp_path):
     return [*short(tiny, pairs, tmp_path / "run", 4, shown=True), *SHOWN]
 
 
+def test_metrics_that_are_null_measure_the_loss_only(tmp_path):
+    validation = Validation(str(tmp_path), None, None, "psnr", early_stopping=False, patience=3)
+    assert (validation.monitor, validation.metrics) == ("val_loss", {})
+
+
 def test_the_best_weights_are_named(tmp_path):
     metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0), "iou": MaskIoU()}
     validation = Validation(str(tmp_path), metrics, "val_loss", "psnr", early_stopping=False, patience=3)

@@ -7,6 +7,7 @@ from PIL import Image
 
 from datamodules.images.samples import Alpha
 from extras.inspect import _open
+from extras.inspection import Kind
 from tests.support.commands import metrics, run_task
 from tests.support.faults import picture, save_faults
 
@@ -39,6 +40,7 @@ def test_every_fault_is_found_where_it_is_and_nothing_else(tiny, tmp_path):
     assert findings[0]["finding"] == "leak"
     assert f"{len(planted)} findings in" in text
     assert "1 shifted" in text
+    assert all(text.count(f"({kind.remedy})") <= 1 for kind in Kind), "a remedy is told once"
     assert Image.open(output / "inspect.png").width > 1000
 
 

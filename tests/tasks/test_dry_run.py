@@ -83,6 +83,8 @@ def test_model_that_is_not_here_is_planned_by_its_configuration(run, repositorie
         ),
         (["-m", "adapter.rank=4,8"], "task=dry_run plans one run"),
         (["trainer.precision=16-mixed"], "trainer.precision=16-mixed is not compatible with model.dtype=float32"),
+        (["trainer.accelerator=gpuu"], "trainer.accelerator=gpuu: choose auto, cpu"),
+        (["trainer.devices=0"], "trainer.devices=0: at least one"),
         (["objective=dpo"], "objective=dpo learns from pairs"),
         (["monitor=foo"], "monitor=foo: no such figure is measured"),
         (["monitor=psnr"], "monitor=psnr needs samples that are held out"),

@@ -11,7 +11,7 @@ import torch
 
 from foundation.errors import UserError
 from lightning_modules.lora_files.delta import LowRank
-from lightning_modules.lora_files.reading import LoRAFile, find_weights
+from lightning_modules.lora_files.reading import LoRAFile, find_or_download, find_weights
 from lightning_modules.lora_files.writing import write
 from tests.support.commands import short
 from tests.support.foreign_files import flux
@@ -146,6 +146,13 @@ def test_a_folders_only_file_is_found_whatever_its_suffix(tmp_path, suffix):
     (tmp_path / "other.safetensors").touch()
     with pytest.raises(UserError, match=rf"but LORA{suffix}, other.safetensors. Choose one, as in .*LORA{suffix}"):
         find_weights(tmp_path)
+
+
+def test_a_mistyped_run_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "snow").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"outputs.snwo: no such file or folder; did you mean outputs.snow\?"):
+        find_or_download("outputs/snwo")
 
 
 def test_half_precision_affects_only_the_file(runs):
