@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from datamodules.batch import LatentBatch
 from datamodules.images.resizing import Size
-from lightning_modules.estimation.repetition import measure_few
 from lightning_modules.execution.execution import Execution
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
@@ -70,16 +69,11 @@ def step_flops(execution: Execution, transformer: Any, batch: LatentBatch, passe
     target, *controls = (latent.float() for latent in (batch.known_target, *batch.controls))
     prompt = {name: tensor.float() for name, tensor in batch.prompt.items()}
     t = torch.empty(len(target), device="meta")
-
-    def count() -> tuple[int]:
-        with all_components(execution, len(target), "meta"), FlopCounterMode(display=False) as counter:
-            velocity = execution.family.velocity(transformer, target, t, controls, prompt)
-            forward = counter.get_total_flops()
-            velocity.sum().backward()
-        return (passes.training * counter.get_total_flops() + passes.forward * forward,)
-
-    (flops,), growth = measure_few(transformer, 1, count)
-    return flops + sum(times * increase for (increase,), times in growth)
+    with all_components(execution, len(target), "meta"), FlopCounterMode(display=False) as counter:
+        velocity = execution.family.velocity(transformer, target, t, controls, prompt)
+        forward = counter.get_total_flops()
+        velocity.sum().backward()
+    return passes.training * counter.get_total_flops() + passes.forward * forward
 
 
 def sample_flops(execution: Execution, passes: Passes, checkpointing: str, sizes: Sequence[Size]) -> float:

@@ -20,8 +20,7 @@ from datamodules.pairs import PairsDataModule
 from datamodules.sampler import samples_per_batch
 from lightning_modules import flow
 from lightning_modules.estimation.flops import all_components, empty_latents
-from lightning_modules.estimation.repetition import measure_few
-from lightning_modules.execution.checkpointing import POLICIES, checkpointing_period, set_checkpointing
+from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from lightning_modules.execution.execution import Execution
 from lightning_modules.family import Family
 from lightning_modules.objectives.objective import ONE, Passes
@@ -196,18 +195,8 @@ class FakeStep:
     def peak(self, policy: str) -> int:
         """Return the most bytes, besides weights, that it holds with this `gradient_checkpointing`."""
         set_checkpointing(self.transformer, policy, self._bind)
-        # The peak is the largest of many sums. A further block adds to each at most what the forward passes keep of it
-        # or, if more, its gradients in place of what one of them keeps: a peak that grows by this has become linear.
-        (peak, *_), growth = measure_few(self.transformer, checkpointing_period(policy), self._measure)
-        if all(grown == kept + max(0, grads - kept // self.passes.training) for (grown, kept, grads), _ in growth):
-            return peak + sum(times * increase[0] for increase, times in growth)
-        return self._measure()[0]
-
-    def _measure(self) -> tuple[int, int, int]:
-        """Return the peak of a step, the bytes that its forward passes keep, and those of the gradients."""
         with self._mode, self._memory, OnCuda(self.dtype), all_components(self.execution, len(self._x_t), "cpu"):
             self._memory.restart()
-            before = self._memory.now
             with torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext():
                 loss = self._loss()
                 with torch.no_grad():
@@ -215,12 +204,10 @@ class FakeStep:
                         self._loss()
                 for _ in range(self.passes.training - 1):
                     loss = loss + self._loss()
-                kept = self._memory.now - before
                 loss.backward()
             del loss
-            grads = sum(one.grad.nbytes for one in self.transformer.parameters() if one.grad is not None)
             self.transformer.zero_grad(set_to_none=True)
-        return self._memory.peak, kept, grads
+        return self._memory.peak
 
 
 class DeviceMemory:

@@ -28,14 +28,10 @@ def read_policy(setting: bool | str) -> str:
     )
 
 
-def checkpointing_period(policy: str) -> int:
-    """Return the distance between blocks that a policy treats alike."""
-    return int(policy.partition("_")[2]) if policy.startswith("every_") else 1
-
-
 def recomputed_blocks(transformer: nn.Module, policy: str) -> list[nn.Module]:
     """Return the blocks that a policy recomputes."""
-    return [] if policy == "none" else list(blocks(transformer).values())[:: checkpointing_period(policy)]
+    every = int(policy.partition("_")[2]) if policy.startswith("every_") else 1
+    return [] if policy == "none" else list(blocks(transformer).values())[::every]
 
 
 def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False) -> Callable[..., Any]:
