@@ -24,7 +24,7 @@ T = TypeVar("T")
 def entry(things: Mapping[str, T], name: Any) -> T:
     """Return the entry of a name from a request; a name without one is not found, whatever path it is."""
     if name not in things:
-        raise HTTPException(404, f"there is no {name} here. Reload the page.")
+        raise HTTPException(404, f"{name} was not found. Reload the page.")
     return things[name]
 
 
@@ -55,4 +55,4 @@ async def mistake(request: Request, error: Exception) -> Response:
         status, line = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
     if "hx-request" in request.headers:
         return HTMLResponse(f'<p class="mark" role="alert">{html.escape(line)}</p>', status)
-    return page("error.html", status, line=line)
+    return page("error.html", status, line=line, title="Not found" if status == 404 else "That did not work")

@@ -71,7 +71,7 @@ class Shelf:
         parts = tuple(name.split("/"))
         plain = name.isprintable() and Path(name).parts == parts and not any(one.startswith(".") for one in parts)
         if not (plain and len(parts) <= 2 and _is_run(folder := self.outputs / name)):
-            raise HTTPException(404, f"there is no {printable(name)} here. Reload the page.")
+            raise HTTPException(404, f"{printable(name)} was not found. Go back to the list.")
         return RunFolder(folder)
 
     def found(self, search: str = "", sort: str = "") -> list[str]:
@@ -354,7 +354,7 @@ class RunsPage:
             path = files[asked.get("sample", "")]
             content = _image(path, path.stat().st_mtime_ns, asked.get("part", "all"))
         except (LookupError, ValueError, OSError) as error:
-            raise HTTPException(404, "there is no such image") from error
+            raise HTTPException(404, "this image was not found") from error
         return Response(content, media_type="image/webp", headers={"cache-control": "private, max-age=60"})
 
     def ask(self, request: Request, form: FormData) -> Response:
