@@ -221,7 +221,7 @@ def test_two_images_are_chosen_and_wiped_on_a_phone(run, loras, photo, tmp_path,
         page.goto(address.split("?")[0] + "run?run=one")
         page.get_by_role("link", name="try it").click()
         expect(page.get_by_label("LoRA 1")).to_have_value("outputs/one")
-        page.get_by_label("image, or several").set_input_files(photo)
+        page.get_by_label("image to edit").set_input_files(photo)
         page.get_by_label("instruction").fill("make it snow")
         page.get_by_label("num_inference_steps").fill("2")
         page.get_by_label("lora_scale").fill("0, 1")
