@@ -1,6 +1,5 @@
 """Progress of a run by its tables: the time that is left, the memory in use, and what its figures say."""
 
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -63,7 +62,5 @@ def advice(
 ) -> str | None:
     """Return the line of `diagnosis` on the tables of a run."""
     monitor = monitored(settings, validation[-1]) if validation else "val_loss"
-    more = not LESS_IS_BETTER.fullmatch(monitor)
-    judged = [row for row in validation if row["step"] and math.isfinite(row.get(monitor, math.nan))]
-    best = max(judged, key=lambda row: row[monitor] if more else -row[monitor], default=None)
-    return diagnosis([float(row["loss"]) for row in metrics], validation, best, monitor, more)
+    losses = [float(row["loss"]) for row in metrics]
+    return diagnosis(losses, validation, monitor, not LESS_IS_BETTER.fullmatch(monitor))

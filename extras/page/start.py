@@ -38,8 +38,6 @@ GROUPS = [
     name for name in declared("train").groups if name.split("/")[0] not in ("callbacks", "hparams_search", "trainer")
 ]
 GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
-
-
 # Headings of the form by the first part of a key; all other settings are for experts.
 SECTIONS = {
     "Data": ("data",),
