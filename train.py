@@ -41,7 +41,7 @@ def job(cfg: DictConfig) -> float | None:
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the resolved name, for the run's config.yaml
     try:
-        with contextlib.ExitStack() as kept, one_line_errors(in_sweep), stop.listening():
+        with one_line_errors(in_sweep), stop.listening():
             task = chosen_task(cfg.task, "train")
             check_keys(cfg, "train")
             check_ranges(cfg, "train")
@@ -51,7 +51,7 @@ def job(cfg: DictConfig) -> float | None:
                 if cfg.task == "fit":
                     around.enter_context(output_in_use(output_dir))
                     if is_first_process():
-                        kept.enter_context(kept_log(RunFolder(output_dir)))
+                        around.enter_context(kept_log(RunFolder(output_dir)))
                     around.enter_context(queued_again(cfg.resume))
                     if url is not None:
                         from cli.uploads import mirrored  # imports PyTorch

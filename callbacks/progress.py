@@ -165,7 +165,7 @@ class TrainingProgress(L.Callback):
         }
         if self._step:
             rows["resumed"] = f"after step {self._step}"
-        self.console.print(panel("Retouch", rows, data.notes))
+        log.info("".join(part.text for part in self.console.render(panel("Retouch", rows, data.notes))).rstrip())
         self.begin(self._step, trainer.max_steps)
         pl_module.base.timer.listeners.append(self.show_work)
 

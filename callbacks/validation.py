@@ -243,7 +243,7 @@ class Validation(L.Callback):
 
     def failure(self, losses: Sequence[float]) -> str | None:
         """Return a line about the failure that the run's figures show, given the losses of its steps."""
-        return diagnosis(losses, self.rows, self.best(), self.monitor, bool(self.directions[self.monitor]))
+        return diagnosis(losses, self.rows, self.monitor, bool(self.directions[self.monitor]))
 
     def _has_stopped_improving(self, best: Mapping[str, float]) -> str:
         return f"{self.monitor} has not improved since step {best['step']:.0f}: use `best`, which is from there"

@@ -13,9 +13,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from typing import Any, TextIO
 
 from foundation.errors import UserError, printable
@@ -42,8 +41,6 @@ LOST_PEER = (
     "another process of this run has ended. Its own line says why; if it has none, it was killed, as by a system that "
     "is out of memory, or its machine is gone. Start again; a run resumes from its last checkpoint by ckpt_path=last."
 )
-# Sequences by which a terminal changes colours and moves its cursor.
-TERMINAL_CODES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 # prctl(2): the signal that a process receives when its parent ends.
 PARENT_DEATH_SIGNAL = 1
 # Variables by which Lightning, torchrun and Slurm pass a process its rank.
@@ -127,60 +124,47 @@ def configure_logging() -> None:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     for name in ("bitsandbytes", "torch.utils._pytree", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    log.handlers = [_StderrHandler()]
+    # the present one: a progress bar replaces it to keep lines above itself
+    log.handlers = [_LineHandler(lambda text: sys.stderr.write(text))]
     log.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     log.propagate = False
 
 
-class _StderrHandler(logging.Handler):
-    """Output to the present sys.stderr, which a progress bar replaces to keep lines above itself.
+class _LineHandler(logging.Handler):
+    """Output by a function; control characters, which names may contain and terminals obey, are escaped."""
 
-    A terminal obeys control characters, which names and captions may contain: they are escaped.
-    """
+    def __init__(self, write: Callable[[str], object]) -> None:
+        super().__init__()
+        self.write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(self.format(record), "\n\t"), file=sys.stderr)
+        self.put(self.format(record))
 
-
-class _Kept:
-    """A stream whose complete lines are also appended to a file, without colours and redrawn bars."""
-
-    def __init__(self, stream: TextIO, file: FileIO) -> None:
-        self._stream, self._file, self._rest = stream, file, ""
-
-    def write(self, text: str) -> int:
-        *lines, rest = (self._rest + text).split("\n")
-        self._rest = rest.rpartition("\r")[2]
-        shown = (TERMINAL_CODES.sub("", line.rpartition("\r")[2]).rstrip() for line in lines)
+    def put(self, text: str) -> None:
+        """Write a text as lines."""
         with suppress(OSError):  # a full disk ends no run
-            self._file.write("".join(printable(line, "\t") + "\n" for line in shown).encode())
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+            self.write(printable(text, "\n\t") + "\n")
 
 
 @contextmanager
 def kept_log(run: RunFolder) -> Iterator[None]:
-    """Temporarily append the output to the run's log, unless it goes there already; a run without settings has none."""
-    from hydra.errors import HydraException
-
-    stream, fresh, goes_there = sys.stderr, not run.log.exists(), False
+    """Temporarily append log and error to the run's log.txt, if stderr does not; a run without settings has none."""
+    fresh, goes_there = not run.log.exists(), False
     with open_own(run.log) as file:
         with suppress(OSError):  # a stream without a file
-            goes_there = os.path.sameopenfile(stream.fileno(), file.fileno())  # the page has started this command
-        if goes_there:
+            goes_there = os.path.sameopenfile(sys.stderr.fileno(), file.fileno())
+        if goes_there:  # the page has started this command
             yield
             return
-        sys.stderr = _Kept(stream, file)
+        log.addHandler(handler := _LineHandler(lambda text: file.write(text.encode())))
         try:
             yield
-        except Exception as error:
-            if not isinstance(error, HydraException):  # Python prints the traceback after this
-                file.write(traceback.format_exc().encode())
+        except (Exception, Stopped) as error:
+            line, kind = line_for_users(error), "" if isinstance(error, Stopped) else "error: "
+            handler.put(traceback.format_exc().rstrip() if line is None else kind + _with_notes(line, error))
             raise
         finally:
-            sys.stderr = stream
+            log.removeHandler(handler)
             if fresh and not run.config.exists():
                 run.log.unlink()
 

@@ -32,7 +32,6 @@ def diverged(losses: Sequence[float]) -> str | None:
 def diagnosis(
     losses: Sequence[float],
     validation: Sequence[Mapping[str, float]],
-    best: Mapping[str, float] | None,
     monitor: str,
     more_is_better: bool,
 ) -> str | None:
@@ -41,15 +40,16 @@ def diagnosis(
     Args:
         losses: losses of the steps, NaN for a skipped one.
         validation: rows of validation.csv.
-        best: the row of the best weights.
-        monitor: the figure by which it is the best.
+        monitor: the figure by which a row after step 0 is the best.
     """
     if losses and sum(not math.isfinite(loss) for loss in losses) > SKIPPED * len(losses):
         return f"NaN: many steps were skipped, the learning rate is too high for the base: a third of it ({PAGE})"
     if (line := diverged(losses)) is not None:
         return line
-    if best is None:
+    judged = [row for row in validation if row["step"] and math.isfinite(row.get(monitor, math.nan))]
+    if not judged:
         return None
+    best = max(judged, key=lambda row: row[monitor] if more_is_better else -row[monitor])
     before, last = validation[0], validation[-1]
     if "strength" in before and "strength" not in last:
         return f"noise: the images show nothing of their controls any more: a third of optimizer.lr ({PAGE})"

@@ -48,7 +48,6 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
-# A problem is shown below the page, whose parts keep asking; forms have places of their own.
 # A page that opens another one, which then counts as asked for by the page itself: its cookie is strict.
 FORWARD = '<link rel="icon" href="data:,"><meta http-equiv="refresh" content="0; url={}">'
 # Headers of every answer: another site neither embeds it nor keeps a window on it.
@@ -63,6 +62,7 @@ OWN = ("same-origin", "none", None)
 # Connections at once, beyond which those that wait are closed; seconds for a whole request line with its headers, and
 # for the next part of a form; letters of a token.
 MOST_CONNECTIONS, SECONDS_OF_A_REQUEST, SECONDS_OF_A_PART, SHORTEST_TOKEN = 200, 10, 30, 8
+# A problem is shown below the page, whose parts keep asking; forms have places of their own.
 PROBLEM = {"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-reselect": "p"}
 
 

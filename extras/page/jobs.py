@@ -20,8 +20,6 @@ from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
 TRAIN = Path(__file__).parents[2] / "train.py"
-
-
 # On Windows, Ctrl-C stays within a group, and only processes of one console can be interrupted or end with its window.
 NEW_GROUP, NO_CONSOLE = (getattr(subprocess, name, 0) for name in ("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW"))
 # Settings of commands that load no model.

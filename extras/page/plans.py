@@ -15,9 +15,6 @@ from foundation.locks import LOCK
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
-# Results whose durations tell how long the next one will take.
-RECENT = 20
-
 
 class Plans:
     """Dry runs, each in a folder of its own: its lock is written at the start, its log until the end."""
@@ -41,9 +38,10 @@ class Plans:
             raise UserError("this estimate is not kept any more. Start it again.")
         printed = _printed(run)
         if user_of(run.path) is not None:
-            took = [_seconds(one) for one in map(RunFolder, self.folder.iterdir()) if "╰" in _printed(one)]
+            done = [one for one in map(RunFolder, self.folder.iterdir()) if "╰" in _printed(one)]
+            took = [one.log.stat().st_mtime - _started(one) for one in done]
             now = (printed.split("\n")[:-1] or ["starting"])[-1]
-            usual = statistics.median(took[-RECENT:]) if took else None
+            usual = statistics.median(took) if took else None
             return {"key": key, "now": now, "took": time.time() - _started(run), "usual": usual}
         if "╰" not in printed:
             return {"mistake": printed.rpartition("error: ")[2] if "error: " in printed else "This estimate was ended."}
@@ -63,7 +61,3 @@ def _printed(run: RunFolder) -> str:
 
 def _started(run: RunFolder) -> float:
     return (run.path / LOCK).stat().st_mtime
-
-
-def _seconds(run: RunFolder) -> float:
-    return run.log.stat().st_mtime - _started(run)

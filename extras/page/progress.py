@@ -1,6 +1,5 @@
 """Progress of a run by its tables: the time that is left, the memory in use, and what its figures say."""
 
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -17,15 +16,19 @@ from report.diagnosis import diagnosis
 LESS_IS_BETTER = re.compile(r"val_loss.*|lpips|shift|drift|colour_shift")
 
 
+def until(seconds: float) -> dict[str, str]:
+    """Return the time that is left, h:mm:ss, and the end."""
+    shown = time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
+    return {"left": str(timedelta(seconds=round(seconds))), "end": shown}
+
+
 def time_left(metrics: Sequence[Mapping[str, str]], max_steps: Any, written: float) -> dict[str, str] | None:
     """Return the time left and the end, given the time of the last row: by the pace of the second half of the steps."""
     if len(metrics) < 2 or not isinstance(max_steps, int):
         return None
     first, last = metrics[min(len(metrics) // 2, len(metrics) - 2)], metrics[-1]
     pace = (float(last["seconds"]) - float(first["seconds"])) / (int(last["step"]) - int(first["step"]))
-    end = max(time.time(), written + pace * (max_steps - int(last["step"])))
-    shown = time.strftime("%a %H:%M", time.localtime(end))
-    return {"left": str(timedelta(seconds=round(end - time.time()))), "end": shown}
+    return until(max(0, written + pace * (max_steps - int(last["step"])) - time.time()))
 
 
 def cards() -> list[tuple[str, int, int]]:
@@ -40,14 +43,12 @@ def cards() -> list[tuple[str, int, int]]:
 
 def memory(pid: int) -> list[tuple[str, str]]:
     """Return names and values of the memory in use: of this process, the machine and its cards."""
-    machine, rows = psutil.virtual_memory(), []
-    with suppress(psutil.Error):  # it has just ended
-        rows.append(("GB of memory, this run", f"{psutil.Process(pid).memory_info().rss / 1e9:.2f}"))
+    machine = psutil.virtual_memory()
     parts = [("the machine", machine.total - machine.available, machine.total), *cards()]
-    return [
-        *rows,
-        *((f"GB of memory, {name}", f"{used / 1e9:.1f} of {total / 1e9:.0f}") for name, used, total in parts),
-    ]
+    rows = [(f"GB of memory, {name}", f"{used / 1e9:.1f} of {total / 1e9:.0f}") for name, used, total in parts]
+    with suppress(psutil.Error):  # it has just ended
+        rows.insert(0, ("GB of memory, this run", f"{psutil.Process(pid).memory_info().rss / 1e9:.2f}"))
+    return rows
 
 
 def monitored(settings: Mapping[str, Any], row: Mapping[str, float]) -> str:
@@ -61,7 +62,5 @@ def advice(
 ) -> str | None:
     """Return the line of `diagnosis` on the tables of a run."""
     monitor = monitored(settings, validation[-1]) if validation else "val_loss"
-    more = not LESS_IS_BETTER.fullmatch(monitor)
-    judged = [row for row in validation if row["step"] and math.isfinite(row.get(monitor, math.nan))]
-    best = max(judged, key=lambda row: row[monitor] if more else -row[monitor], default=None)
-    return diagnosis([float(row["loss"]) for row in metrics], validation, best, monitor, more)
+    losses = [float(row["loss"]) for row in metrics]
+    return diagnosis(losses, validation, monitor, not LESS_IS_BETTER.fullmatch(monitor))

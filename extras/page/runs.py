@@ -77,8 +77,7 @@ class Shelf:
     def found(self, search: str = "", sort: str = "") -> list[str]:
         """Return the names of runs with these words; those that run, then the newest first, or sorted by -COLUMN."""
         runs = self.runs()
-        usual = lambda name: (state_of(runs[name]) == "running", _started(runs[name]))  # noqa: E731
-        names = sorted(runs, key=usual, reverse=True)
+        names = sorted(runs, key=lambda name: (state_of(runs[name]) == "running", _started(runs[name])), reverse=True)
         if words := search.lower().split():
             texts = {name: f"{name} {_model(run)} {tail(run.note)} {state_of(run)}" for name, run in runs.items()}
             names = [name for name in names if all(word in texts[name].lower() for word in words)]
@@ -154,8 +153,8 @@ def _resolved(path: Path, modified: int, key: str) -> Any:
 def state_of(run: RunFolder) -> str:
     """Return running, finished, stopped (it can be resumed) or failed."""
     if (owner := user_of(run.path)) is not None:
-        written = [path.stat().st_mtime for path in (run.report, run.metrics, run.path / LOCK) if path.is_file()]
-        if owner.is_here or time.time() - max(written, default=0) < SECONDS_OF_A_REPORT:
+        written = max(map(_time, (run.report, run.metrics, run.path / LOCK)))
+        if owner.is_here or time.time() - written < SECONDS_OF_A_REPORT:
             return "running"
     return "finished" if run.finished.is_file() else "stopped" if run.checkpoint.is_file() else "failed"
 

@@ -3,11 +3,10 @@
 import json
 import re
 import shlex
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -24,13 +23,13 @@ from cli.resuming import OF_A_START
 from extras.page.answers import page, post
 from extras.page.jobs import Jobs, run_below
 from extras.page.plans import Plans
-from extras.page.progress import cards
+from extras.page.progress import cards, until
 from extras.page.runs import Shelf, settings_of
 from foundation.catalogue import catalogue
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
 from foundation.internals import compose_settings
-from foundation.settings import CONF, Setting, declared, text_kind
+from foundation.settings import CONF, Setting, declared, flat_settings, text_kind
 from report.quoting import SECRET, is_parsed, literal
 from report.tables import last_metrics
 from runs.run_folder import RunFolder
@@ -39,8 +38,6 @@ GROUPS = [
     name for name in declared("train").groups if name.split("/")[0] not in ("callbacks", "hparams_search", "trainer")
 ]
 GROUPS.sort(key=lambda name: (not name.startswith("model"), name != "data"))
-
-
 # Headings of the form by the first part of a key; all other settings are for experts.
 SECTIONS = {
     "Data": ("data",),
@@ -50,8 +47,8 @@ SECTIONS = {
     "Saving": ("save_every", "keep_checkpoints", "export", "hub"),
 }
 # Settings of runs that take the same time for a step, and runs that are looked at for one.
-DECIDE_TIME = ["model", "adapter._target_", "objective", "trainer.accumulate_grad_batches", "trainer.devices"]
-DECIDE_TIME += ["data._target_", "data.resolution", "data.batch_size"]
+DECIDE_TIME: tuple[str, ...] = ("model.", "adapter._target_", "objective.", "data._target_", "data.resolution")
+DECIDE_TIME += ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices")
 LOOKED_AT = 50
 # Formats of the weights in the order of a model's memory, by the option of model/quantization.
 FORMATS = {"": "bf16", "fp8": "fp8", "nf4": "4 bits"}
@@ -84,14 +81,11 @@ def goals() -> dict[str, str]:
 def model_cards(memory: float) -> list[dict[str, Any]]:
     """Return the models, those that fit a card of so many GiB first; 0: the card is not known."""
     found = []
-    for model in catalogue().values():
+    for model in filter(attrgetter("learns"), catalogue().values()):
         needs = {name: max(one, model.encoding) for name, one in zip(FORMATS, model.training, strict=False)}
         fits = next((name for name, need in needs.items() if need <= memory * GIB), None) if memory and needs else ""
-        listed = f"{', '.join(map(str, needs.values()))} GB in {', '.join(FORMATS.values())}"
-        verdict = "does not fit" if fits is None else f"fits in {FORMATS[fits]}" if memory and needs else ""
         licence = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", model.licence)
-        row = {"model": model, "licence": licence, "fits": fits, "verdict": verdict}
-        found += [row | {"memory": listed if needs else "no GPU needed"}] if model.learns else []
+        found.append({"model": model, "licence": licence, "needs": needs, "fits": fits})
     return sorted(found, key=lambda one: (one["fits"] is None, not one["model"].learns.startswith("pairs")))
 
 
@@ -152,11 +146,9 @@ def _memory_of(asked: Mapping[str, str]) -> float:
     return next((round(total / 2**30) for _, _, total in cards()), 0)
 
 
-def _at(settings: Any, key: str) -> Any:
-    """Return a part of nested settings."""
-    for part in key.split("."):
-        settings = settings.get(part) if isinstance(settings, dict) else None
-    return settings
+def _deciding(settings: Any) -> dict[str, Any]:
+    """Return the settings of `DECIDE_TIME` that are not null."""
+    return {key: one for key, one in flat_settings(settings).items() if key.startswith(DECIDE_TIME) and one is not None}
 
 
 def arguments_of(asked: FormData) -> list[str]:
@@ -250,15 +242,13 @@ class StartPage:
     def _like(self, arguments: list[str]) -> dict[str, Any] | None:
         """Return the newest run that computed the same steps, with how long those of these arguments would take."""
         cfg = composed(*read_values(arguments, "train"))
-        settings, steps = OmegaConf.to_container(cfg), OmegaConf.select(cfg, "trainer.max_steps")
+        deciding, steps = _deciding(OmegaConf.to_container(cfg)), OmegaConf.select(cfg, "trainer.max_steps")
         for name in self.shelf.found()[:LOOKED_AT]:
             run = self.shelf.get(name)
             with suppress(UserError, ValueError):
-                last, own = last_metrics(run.metrics), settings_of(run)
-                if "step" in last and all(_at(own, key) == _at(settings, key) for key in DECIDE_TIME):
-                    seconds = float(last["seconds"]) / int(last["step"]) * steps
-                    done = time.strftime("%H:%M", time.localtime(time.time() + seconds))
-                    return {"run": name, "seconds": timedelta(seconds=round(seconds)), "done": done}
+                last = last_metrics(run.metrics)
+                if "step" in last and _deciding(settings_of(run)) == deciding:
+                    return {"run": name, **until(float(last["seconds"]) / int(last["step"]) * steps)}
         return None
 
     def estimate(self, request: Request, form: FormData) -> Response:

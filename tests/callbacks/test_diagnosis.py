@@ -19,7 +19,7 @@ TABLE = Path("docs/first-edit.md").read_text(encoding="utf-8")
 
 def found(losses=LOSSES, last=None, **best):
     row = {**GOOD, **best}
-    return diagnosis(losses, [BEFORE, last or row], row, "psnr", True)
+    return diagnosis(losses, [BEFORE, last or row], "psnr", True)
 
 
 NOISE = {"step": 200, "psnr": 12.4, "psnr_nothing": 13.7}
@@ -48,14 +48,14 @@ def test_row_of_the_table_that_fits_is_one_line(line, symptom, figures):
 @pytest.mark.parametrize("best", [{}, {"strength": 0.6}, {"drift": 8.0}, {"psnr": 13.8, "strength": 0.5}])
 def test_successful_run_gets_no_diagnosis(best):
     assert found(**best) is None
-    assert diagnosis(LOSSES, [], None, "psnr", True) is None
+    assert diagnosis(LOSSES, [], "psnr", True) is None
     assert found([*LOSSES[:19], math.nan]) is None
 
 
 def test_figures_of_which_less_is_better_are_compared_the_other_way_round():
     row = {"step": 9, "lpips": 0.4, "lpips_nothing": 0.3}
-    assert diagnosis([], [row], row, "lpips", False).startswith("lpips 0.4 is worse than doing nothing, 0.3")
-    assert diagnosis([], [row], row, "lpips", True) is None
+    assert diagnosis([], [row], "lpips", False).startswith("lpips 0.4 is worse than doing nothing, 0.3")
+    assert diagnosis([], [row], "lpips", True) is None
 
 
 def test_noise_of_timesteps_is_no_divergence():

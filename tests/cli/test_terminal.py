@@ -1,12 +1,14 @@
 """The log that a run keeps of its terminal."""
 
+import signal
 import sys
 
 import pytest
 
-from cli.terminal import kept_log
+from cli.terminal import configure_logging, kept_log, log
 from foundation.errors import UserError
 from runs.run_folder import RunFolder
+from runs.signals import Stopped
 
 
 @pytest.fixture
@@ -18,27 +20,37 @@ def run(tmp_path):
     return run
 
 
-def say(*texts):
-    for text in texts:
-        print(text, end="", file=sys.stderr, flush=True)
+@pytest.fixture(autouse=True)
+def terminal(capsys):
+    """Set up the log, on the stderr of the test."""
+    configure_logging()
+    return capsys
 
 
-def test_log_has_the_lines_of_the_terminal_without_colours_and_redrawn_bars(run, capsys):
-    bars = ("\r\x1b[2Kstep 1", "\r\x1b[2K\x1b[1mnote\x1b[0m: caf\u00e9\n", "step 1", "\r\x1b[2Kstep 2", "\n")
+def test_log_has_the_lines_of_the_terminal_with_control_characters_escaped(run, terminal):
     with kept_log(run):
-        say("load", "ing\n", *bars)
+        log.info("loading\nnote: caf\u00e9 \x1b[2J")
     with kept_log(run):
-        say("resumed\n")
-    assert run.log.read_text() == "loading\nnote: caf\u00e9\nstep 2\nresumed\n"
-    assert "".join(bars) in capsys.readouterr().err
+        log.info("resumed")
+    log.info("of the next job")
+    assert run.log.read_text() == "loading\nnote: caf\u00e9 \\x1b[2J\nresumed\n"
+    assert terminal.readouterr().err == run.log.read_text() + "of the next job\n"
 
 
 def test_log_has_each_line_once_if_the_output_goes_there_already(run, monkeypatch):
     with run.log.open("a") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         with kept_log(run):
-            say("loading\n")
+            log.info("loading")
     assert run.log.read_text() == "loading\n"
+
+
+def test_log_ends_in_the_line_of_a_mistake_or_a_stop(run):
+    for error in (UserError("data.root=x: no such folder"), Stopped(signal.SIGINT, "after step 3")):
+        error.add_note("a note")
+        with pytest.raises(type(error)), kept_log(run):
+            raise error
+    assert run.log.read_text() == "error: data.root=x: no such folder; a note\nstopped by SIGINT after step 3; a note\n"
 
 
 def test_log_ends_in_the_traceback_of_an_error_of_ours(run):
@@ -49,13 +61,13 @@ def test_log_ends_in_the_traceback_of_an_error_of_ours(run):
 
 def test_a_run_refused_before_it_has_settings_leaves_no_log(run):
     run.config.unlink()
-    with pytest.raises(SystemExit), kept_log(run):
-        sys.exit(print("error: data.root=x: no such folder", file=sys.stderr))
+    with pytest.raises(UserError), kept_log(run):
+        raise UserError("data.root=x: no such folder")
     assert not run.log.exists()
 
 
 def test_log_is_written_through_no_link(run, tmp_path):
     run.log.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a link or a pipe"), kept_log(run):
-        say("x\n")
+        log.info("x")
     assert not (tmp_path / "elsewhere").exists()
