@@ -10,21 +10,14 @@ from torch import Tensor, nn
 from foundation.errors import UserError
 
 
-def block_lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the lists of repeated blocks by name."""
-    found: dict[str, nn.ModuleList] = {}
-    for name, part in transformer.named_children():
-        if isinstance(part, nn.ModuleList):
-            found[name] = part
-        elif isinstance(part, nn.ModuleDict):
-            found |= {f"{name}.{inner}": blocks for inner, blocks in block_lists(part).items()}
-    return found
-
-
 def blocks(transformer: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks by name, in the order of their lists, in which most transformers compute them."""
-    lists = block_lists(transformer).items()
-    return {f"{name}.{index}": block for name, part in lists for index, block in part.named_children()}
+    found: dict[str, nn.Module] = {}
+    for name, part in transformer.named_children():
+        inner = dict(part.named_children()) if isinstance(part, nn.ModuleList) else {}
+        inner |= blocks(part) if isinstance(part, nn.ModuleDict) else {}  # of lists
+        found |= {f"{name}.{index}": block for index, block in inner.items()}
+    return found
 
 
 def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_modules.blocks import block_lists
+from lightning_modules.blocks import blocks
 
 Figures = tuple[int, ...]
 
@@ -24,11 +24,12 @@ def measure_few(
     Returns:
         The result; and for each list the increase by `period` more blocks, and how often they are left out.
     """
-    lists = {
-        found: fewest
-        for found in block_lists(transformer).values()
-        if len(found) > (fewest := 2 + (len(found) - 2) % period) + period and len(set(map(_shape, found))) == 1
-    }
+    lists: dict[nn.ModuleList, int] = {}
+    for name in dict.fromkeys(name.rpartition(".")[0] for name in blocks(transformer)):
+        found: Any = transformer.get_submodule(name)
+        fewest = 2 + (len(found) - 2) % period
+        if len(found) > fewest + period and len(set(map(_shape, found))) == 1:
+            lists[found] = fewest
 
     def measured(longer: nn.ModuleList | None = None) -> Figures:
         with ExitStack() as shortened:

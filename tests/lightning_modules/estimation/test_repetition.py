@@ -38,7 +38,7 @@ def test_estimates_by_few_blocks_equal_those_by_all_to_the_byte(repositories, mo
         return *peaks, step_flops(execution, transformer, batch, passes)
 
     few, count = estimates(), len(ran)
-    monkeypatch.setattr(repetition, "block_lists", lambda _: {})
+    monkeypatch.setattr(repetition, "blocks", lambda _: {})
     assert estimates() == few
     assert passes != ONE or count < (len(ran) - count) * 0.9, "it is quicker"
 
