@@ -1,7 +1,6 @@
 """A quantity of a transformer of many equal blocks, from the same transformer with few of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -32,10 +31,15 @@ def measure_few(
             lists[found] = fewest
 
     def measured(longer: nn.ModuleList | None = None) -> Figures:
-        with ExitStack() as shortened:
+        whole = {found: found._modules for found in lists}
+        try:
             for found, fewest in lists.items():
-                shortened.enter_context(_only(found, fewest + period * (found is longer)))
+                count = fewest + period * (found is longer)
+                found._modules = nn.ModuleList([*found[: count - 1], found[-1]])._modules
             return measure()
+        finally:
+            for found, modules in whole.items():
+                found._modules = modules
 
     least = measured()
     growth = []
@@ -43,16 +47,6 @@ def measure_few(
         increase = tuple(more - less for more, less in zip(measured(found), least, strict=True))
         growth.append((increase, (len(found) - fewest) // period))
     return least, growth
-
-
-@contextmanager
-def _only(found: nn.ModuleList, count: int) -> Iterator[None]:
-    """Temporarily leave the first blocks and the last in a list."""
-    whole, found._modules = found._modules, nn.ModuleList([*found[: count - 1], found[-1]])._modules
-    try:
-        yield
-    finally:
-        found._modules = whole
 
 
 def _shape(block: nn.Module) -> tuple[Any, ...]:
