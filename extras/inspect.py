@@ -56,11 +56,10 @@ def inspect(cfg: DictConfig, output_dir: Path) -> None:
         log.info(f"nothing found in {what} of {', '.join(data.roots)}")
         return
     write_rows(report, [_row(finding) for finding in found])
-    named: set[Kind] = set()
+    remedies = {kind: f" ({kind.remedy})" for kind in Kind}  # shown once each
     for kind, key, figure, *_ in found[:LINES]:
         extent = f", {figure}" if figure else ""
-        log.info(f"{kind.label}: {key}{extent}{'' if kind in named else f' ({kind.remedy})'}")
-        named.add(kind)
+        log.info(f"{kind.label}: {key}{extent}{remedies.pop(kind, '')}")
     if shown := _choose(found, SHOWN):
         panels = [_panel(findings) for findings in shown]
         write_figure(draw_panels(panels, columns=min(2, len(panels)), width=8.0, height=2.7), sheet)

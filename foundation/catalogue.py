@@ -55,11 +55,7 @@ def catalogue() -> dict[str, CatalogueModel]:
 def _read(name: str) -> CatalogueModel:
     text = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)
-    facts = dict(
-        re.findall(
-            r"^# (Licence|Distilled|Architecture|Learns from|Memory|Download|Loads in): (.+)$", text, re.MULTILINE
-        )
-    )
+    facts = dict(re.findall(r"^# ([A-Z][a-z ]+): (.+)$", text, re.MULTILINE))
     parents = [one for one in settings["defaults"] if isinstance(one, str) and not one.startswith("_")]
     parent = _read(parents[0]) if parents else CatalogueModel(name, "", False, "", "", "no", name)
     base, licence = settings.get("pretrained_model_name_or_path"), facts.get("Licence", parent.licence)
