@@ -59,7 +59,7 @@ def native_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     own, names = dict(model.named_parameters()), LayerNames(model, NATIVE_NAMES)
     shapes: dict[str, tuple[int, ...]] = {}
     for native, layers in names.native.items():
-        rows = sum(shape.out_features for shape in names.shapes_of(layers))
+        rows = sum(names.shapes[layer].out_features for layer in layers)
         shapes |= {f"{native}.weight": (rows, names.shapes[layers[0]].in_features), f"{native}.bias": (rows,)}
     norms = in_blocks({name: (one,) for name, one in NATIVE_NAMES.tensors.items() if name.endswith("scale")}, own)
     return shapes | {name: tuple(own[one].shape) for name, [one] in norms.items()}

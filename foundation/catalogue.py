@@ -59,7 +59,7 @@ def _read(name: str) -> CatalogueModel:
     parents = [one for one in settings["defaults"] if isinstance(one, str) and not one.startswith("_")]
     parent = _read(parents[0]) if parents else CatalogueModel(name, "", False, "", "", "no", name)
     base, licence = settings.get("pretrained_model_name_or_path"), facts.get("Licence", parent.licence)
-    training, _, encoding = facts.get("Memory", "").partition(";")
+    *training, encoding = map(int, re.findall(r"\d+", facts.get("Memory", "0")))
     return CatalogueModel(
         name,
         base or parent.base,
@@ -69,8 +69,8 @@ def _read(name: str) -> CatalogueModel:
         facts.get("Distilled", parent.distilled),
         facts.get("Architecture", parent.architecture),
         facts.get("Learns from", ""),
-        tuple(map(int, re.findall(r"\d+", training))),
-        int(encoding or 0),
+        tuple(training),
+        encoding,
         int(facts.get("Download", 0)),
         facts.get("Loads in", ""),
     )

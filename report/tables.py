@@ -17,7 +17,6 @@ DIVERGED = 10  # times the usual reach of a chart's lines, beyond which a line d
 MOST_BYTES, MOST_ROWS = 2**26, 300_000  # of a table that is read as a whole
 COLORS = "abcdef"
 
-
 Rows = Sequence[Mapping[str, Any]]
 
 

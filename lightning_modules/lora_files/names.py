@@ -1,7 +1,7 @@
 """Names in LoRA files: of a transformer's layers, in every program's spelling, and of the tensors of a layer."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -127,10 +127,6 @@ class LayerNames:
             return self._meanings[name]
         shorter = (self.meaning(name.removeprefix(prefix)) for prefix in PREFIXES if name.startswith(prefix))
         return next((meaning for meaning in shorter if meaning is not None), None)
-
-    def shapes_of(self, layers: Iterable[str]) -> list[LayerShape]:
-        """Return the shapes of several layers."""
-        return [self.shapes[layer] for layer in layers]
 
 
 def in_blocks(patterns: Mapping[str, tuple[str, ...]], known: Collection[str]) -> dict[str, tuple[str, ...]]:

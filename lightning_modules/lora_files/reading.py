@@ -242,7 +242,7 @@ class LoRAFile:
             if meaning is None:
                 unknown.append(f"{shown(name)} is not in the model")
                 continue
-            shapes = names.shapes_of(meaning.layers)
+            shapes = [names.shapes[layer] for layer in meaning.layers]
             wanted = sum(one.out_features for one in shapes), shapes[0].in_features
             out, width = delta.shape
             if wanted != (out or wanted[0], width):
@@ -328,7 +328,7 @@ def _split(whole: Delta, meaning: Meaning, names: LayerNames) -> dict[str, Delta
     """Split a delta into one per layer that its name stands for, except for unchanged layers."""
     if len(meaning.layers) == 1 and not meaning.swapped:
         return {meaning.layers[0]: whole}
-    widths = [one.out_features for one in names.shapes_of(meaning.layers)]
+    widths = [names.shapes[layer].out_features for layer in meaning.layers]
     try:
         parts = whole.split(widths, meaning.swapped)
     except ValueError as error:

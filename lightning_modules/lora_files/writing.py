@@ -230,7 +230,7 @@ def _join(parts: Sequence[Delta | None], layers: Sequence[str], names: LayerName
         down, up = loras[0].down, torch.cat([part.up for part in loras])
     else:
         down = torch.cat([part.down for part in loras])
-        up = down.new_zeros(sum(one.out_features for one in names.shapes_of(layers)), len(down))
+        up = down.new_zeros(sum(names.shapes[layer].out_features for layer in layers), len(down))
         row = column = 0
         for layer, part in zip(layers, parts, strict=True):
             end = row + names.shapes[layer].out_features

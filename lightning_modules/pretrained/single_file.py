@@ -217,7 +217,7 @@ def _split(
     name: str, part: str, meaning: Meaning, shape: tuple[int, ...], layers: LayerNames
 ) -> dict[str, TensorPlace]:
     """Return the places of the tensors of several layers in the tensor of the layer that joins them."""
-    rows = [one.out_features for one in layers.shapes_of(meaning.layers)]
+    rows = [layers.shapes[layer].out_features for layer in meaning.layers]
     names = [f"{layer}.{part}" for layer in meaning.layers]
     if not shape or shape[0] != sum(rows) or shape[0] == 1:  # such as a scale of all
         return dict.fromkeys(names, TensorPlace(name))

@@ -316,10 +316,8 @@ _rotated.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.
 @cache
 def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the regular Hadamard matrix (size, size) of a power of four, over its root: orthogonal and symmetric."""
-    matrix, factor = (
-        torch.ones(1, 1, dtype=dtype, device=device),
-        0.5 - torch.eye(4, dtype=dtype, device=device).flip(0),
-    )
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    factor = 0.5 - torch.eye(4, dtype=dtype, device=device).flip(0)
     while len(matrix) < size:
         matrix = torch.kron(matrix, factor)
     return matrix

@@ -47,7 +47,7 @@ def named_natively(names, natives=None, key="{}", halves=("lora_A", "lora_B")):
     generator = torch.Generator().manual_seed(0)
     state, expected = {}, {}
     for native, layers in natives.items():
-        sides = names.shapes_of(layers)
+        sides = [names.shapes[layer] for layer in layers]
         down = torch.randn(2, sides[0].in_features, generator=generator)
         up = torch.randn(sum(one.out_features for one in sides), 2, generator=generator)
         name = key.format(native.replace(".", "_") if key.endswith("_{}") else native)
