@@ -165,7 +165,7 @@ class TrainingProgress(L.Callback):
         }
         if self._step:
             rows["resumed"] = f"after step {self._step}"
-        log.info("".join(part.text for part in self.console.render(panel("Retouch", rows, data.notes))).rstrip())
+        self.console.print(panel("Retouch", rows, data.notes))
         self.begin(self._step, trainer.max_steps)
         pl_module.base.timer.listeners.append(self.show_work)
 
