@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 # Numbers of first steps, and the factor by which later losses exceed their median if they have risen: noise hardly does
 # so in as many STEPS in a row. The loss of predicting nothing is about 2.
 FIRST_STEPS, STEPS, USELESS = {3: 10.0, 7: 4.0, 20: 3.0}, 5, 3.0
-# Share of an edit below which it is too weak, and above which it is too strong.
-WEAK, STRONG = 0.3, 1.3
+# Share of an edit below which it is hardly learned, below which it is too weak, and above which it is too strong.
+HARDLY, WEAK, STRONG = 0.1, 0.3, 1.3
 # Pixels of a shift, and levels of 255 outside of the edit, above those of JPEG compression.
 SHIFT, DRIFT = 0.5, 10.0
 # Share of the steps that were skipped from which on a run counts as failed.
@@ -56,6 +56,7 @@ def diagnosis(
     strength, nothing = best.get("strength", math.nan), best.get(f"{monitor}_nothing", math.nan)
     if strength < WEAK:
         more = f"resume with trainer.max_steps={2 * last['step']:.0f}, or triple optimizer.lr"
+        more = f"is optimizer.lr the model's default? If it is, {more}" if strength < HARDLY else more
         return f"the edit is too weak, strength {strength:.2g} of 1: {more} ({PAGE})"
     if strength > STRONG:
         return f"the edit is too strong, strength {strength:.2g} instead of 1: a third of optimizer.lr ({PAGE})"

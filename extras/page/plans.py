@@ -15,6 +15,9 @@ from foundation.locks import LOCK
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
+# Seconds in which the lock may still be that of the page.
+SECONDS_OF_A_START = 5
+
 
 class Plans:
     """Dry runs, each in a folder of its own: its lock is written at the start, its log until the end."""
@@ -37,7 +40,8 @@ class Plans:
         if not re.fullmatch(r"[0-9a-f]{16}", key) or not run.log.is_file():
             raise UserError("this estimate is not kept any more. Start it again.")
         printed = _printed(run)
-        if user_of(run.path) is not None:
+        starting = time.time() - _started(run) < SECONDS_OF_A_START
+        if "╰" not in printed and (starting or user_of(run.path) is not None) and "error: " not in printed:
             done = [one for one in map(RunFolder, self.folder.iterdir()) if "╰" in _printed(one)]
             took = [one.log.stat().st_mtime - _started(one) for one in done]
             now = (printed.split("\n")[:-1] or ["starting"])[-1]

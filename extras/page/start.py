@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ SECTIONS = {
 DECIDE_TIME: tuple[str, ...] = ("model.", "adapter._target_", "objective.", "data._target_", "data.resolution")
 DECIDE_TIME += ("data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices")
 LOOKED_AT = 50
+# Steps of a run whose speed is known: the first ones are slow.
+FEWEST_STEPS = 20
 # Formats of the weights in the order of a model's memory, by the option of model/quantization.
 FORMATS = {"": "bf16", "fp8": "fp8", "nf4": "4 bits"}
 # Bytes of the GB that a card is sold with, by those of the GB that are estimated.
@@ -89,7 +91,7 @@ def model_cards(memory: float) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (one["fits"] is None, not one["model"].learns.startswith("pairs")))
 
 
-@cache
+@lru_cache(64)
 def composed(*choices: str, script: str = "train") -> Any:
     """Compose the settings of a command, with those of Hydra."""
     with hydras_errors(script):
@@ -190,7 +192,9 @@ class StartPage:
         elif asked.get("model") != asked.get("model_before"):
             fits = {one["model"].name: one["fits"] for one in model_cards(_memory_of(asked))}
             asked["model/quantization"] = fits.get(asked.get("model"), "") or ""
-        return self._form(asked)
+        answer = self._form(asked)
+        answer.headers["hx-trigger"] = "chosen"  # the command follows
+        return answer
 
     def _form(self, asked: dict[str, str]) -> Response:
         for group in GROUPS:
@@ -224,11 +228,12 @@ class StartPage:
 
     def start(self, request: Request, form: FormData) -> Response:
         """Show the command, start the run, or append it to the queue; a name that is taken gets a number."""
-        waiting, asked = self.jobs.waiting(), run_below(self.outputs, str(form.get("output_dir", "")).strip())
+        waiting, name = self.jobs.waiting(), str(form.get("output_dir", "")).strip()
+        asked = run_below(self.outputs, name if {*name} & {*"/\\"} else f"{self.outputs}/{name}")
         ends = ("", *(f"-{index}" for index in range(2, 10_000)))
         runs = (RunFolder(f"{asked}{end}") for end in ends)
         run = next(one for one in runs if not one.path.exists() and str(one) not in waiting)
-        arguments = [*arguments_of(form), f"output_dir={run}"]
+        arguments = [*self._complete(form), f"output_dir={run}"]
         if form.get("when") == "now":
             self.jobs.start(arguments, run)
             name = run.path.relative_to(self.outputs).as_posix()
@@ -239,6 +244,14 @@ class StartPage:
             return HTMLResponse("", headers={"hx-trigger": "queued"})
         return page("command.html", command=shlex.join(arguments), like=self._like(arguments[:-1]))
 
+    def _complete(self, form: FormData) -> list[str]:
+        """Return the arguments of the form; raise a UserError if they name no images."""
+        arguments = arguments_of(form)
+        data = composed(*read_values(arguments, "train")).data
+        if OmegaConf.select(data, "root") is None and OmegaConf.select(data, "shards") is None:
+            raise UserError("Choose a folder of images, in step 1.")
+        return arguments
+
     def _like(self, arguments: list[str]) -> dict[str, Any] | None:
         """Return the newest run that computed the same steps, with how long those of these arguments would take."""
         cfg = composed(*read_values(arguments, "train"))
@@ -247,13 +260,13 @@ class StartPage:
             run = self.shelf.get(name)
             with suppress(UserError, ValueError):
                 last = last_metrics(run.metrics)
-                if "step" in last and _deciding(settings_of(run)) == deciding:
+                if int(last.get("step", 0)) >= FEWEST_STEPS and _deciding(settings_of(run)) == deciding:
                     return {"run": name, **until(float(last["seconds"]) / int(last["step"]) * steps)}
         return None
 
     def estimate(self, request: Request, form: FormData) -> Response:
         """Start a dry run, and show how far it is."""
-        key = self.plans.start(arguments_of(form), "again" in form)
+        key = self.plans.start(self._complete(form), "again" in form)
         return page("plan.html", **self.plans.state(key))
 
     def plan(self, request: Request) -> Response:

@@ -72,6 +72,32 @@ def test_command_is_what_the_form_says_word_for_word(client, outputs):
     assert f"output_dir={outputs}/first-2" in shown_command(client, output_dir=f"{outputs}/first"), "first is taken"
 
 
+def test_a_name_is_enough_and_a_model_for_photographs_needs_images(client, outputs):
+    assert shown_command(client, output_dir="new").endswith(f"output_dir={outputs}/new")
+    answer = client.post("/start", data={"model": "z_image", "output_dir": "new"}, headers={"hx-request": "true"})
+    assert "Choose a folder of images, in step 1." in answer.text
+    assert "data.root=photos" in shown_command(client, model="z_image", output_dir="new", **{"data.root": "photos"})
+
+
+def test_another_model_chooses_the_first_format_that_fits_the_card_and_another_goal_its_own_model(client):
+    chosen = {"model": "flux2_klein_4b", "model_before": "", "memory": "12", "data.root": "photos"}
+    answer = client.post("/start/form", data=chosen)
+    assert '<option value="fp8" selected>' in answer.text
+    assert answer.headers["hx-trigger"] == "chosen", "else the command would be that before the choice"
+    assert '<option value="fp8" selected>' not in client.post("/start/form", data={**chosen, "memory": "24"}).text
+    goal = client.post("/start/form", data={**chosen, "experiment": "style", "goal_before": ""}).text
+    assert re.search(r'value="" checked> <b>z_image</b>', goal), "without model= in the command"
+
+
+def test_time_is_that_of_a_run_with_equal_steps(client, outputs):
+    for name, steps in (("short", 4), ("long", 30)):
+        settings = {**OmegaConf.to_container(compose("train")), "model_name": "embedded"}
+        write_run(outputs / name, steps, "make it snow", **settings)
+    answer = client.post("/start", data={"output_dir": "new", "trainer.max_steps": "3000"})
+    assert "at the speed of long." in answer.text
+    assert "at the speed" not in client.post("/start", data={"output_dir": "new", "data.resolution": "128"}).text
+
+
 @pytest.mark.parametrize(
     ("form", "words"),
     [
