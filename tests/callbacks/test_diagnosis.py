@@ -24,7 +24,8 @@ def found(losses=LOSSES, last=None, **best):
 
 NOISE = {"step": 200, "psnr": 12.4, "psnr_nothing": 13.7}
 RISING = [3.0, 3.1, 2.9, 3.0, 4.0, 9.0, 20.0, 40.0, 90.0, 95.0, 99.0, 98.0]
-WEAK = "the edit is too weak, strength 0.02 of 1: is optimizer.lr the model's default? If it is, resume with trainer.max_steps=400"
+LOW = "is optimizer.lr the model's default?"
+WEAK = f"the edit is too weak, strength 0.02 of 1: {LOW} If it is, resume with trainer.max_steps=400"
 
 
 @pytest.mark.parametrize(
