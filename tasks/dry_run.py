@@ -170,7 +170,8 @@ def base_on_disk(base: FrozenBase, encoders: Iterable[str]) -> str:
 def _time(flops: float, steps: int, samples: float) -> str:
     """Return the work of steps of so many samples, and on this machine's GPU its estimated time."""
     work = steps * samples * flops
-    known = f"{work / 1e15:,.{0 if work > 1e16 else 2}f} PFLOP; docs/speed.md lists measured times"
+    amount = f"{work / 1e15:,.0f}" if work > 1e16 else f"{work / 1e15:.2g}"
+    known = f"{amount} PFLOP; docs/speed.md lists measured times"
     if torch.cuda.is_available():
         known = f"about {duration(work, matrix_peak(torch.device('cuda')))} on this {torch.cuda.get_device_name(0)}"
     return f"{steps:,} steps of {samples:.3g} sample{'' if samples == 1 else 's'}: {known}"
