@@ -377,7 +377,8 @@ def _setting(settings: Mapping[str, Any], name: str, layers: tuple[str, ...], de
     """Return a setting of a layer with these names: its pattern's value, else the common value, else the default."""
     kind = "rank_pattern" if name == "r" else "alpha_pattern"
     own = (value for key, value in (settings.get(kind) or {}).items() if _matches(key, layers, kind))
-    value = next(own, settings.get(name, default))
+    value = next(own, settings.get(name))
+    value = default if value is None else value
     return None if value is None else float(value)
 
 

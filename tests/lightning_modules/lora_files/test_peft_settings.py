@@ -93,6 +93,14 @@ def test_facts_that_agree_give_the_scale(names, tmp_path, name, caplog):
     assert "note" not in caplog.text
 
 
+def test_a_rank_of_null_is_that_of_the_tensors(names, tmp_path):
+    path, settings = folder_of(tmp_path, {}, lora(4)), tmp_path / "adapter_config.json"
+    settings.write_text(
+        settings.read_text().replace('"r": 4', '"r": null').replace('"lora_alpha": 4', '"lora_alpha": 8')
+    )
+    assert [*LoRAFile(path).scales(names).values()] == [2]
+
+
 UNSTATED = {
     "peft's names": (lora(4), "x.safetensors"),
     "peft's file": ({key.removeprefix("base_model.model."): one for key, one in lora(4).items()}, "adapter_model"),
