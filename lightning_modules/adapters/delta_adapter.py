@@ -161,7 +161,8 @@ class DeltaAdapter(Adapter):
     def check_written(self, folder: Path, base: FrozenBase) -> str:
         pipeline_name = base.family_class.pipeline_name
         found = readers(folder / WEIGHTS_NAME, "diffusers", base.layer_names, pipeline_name, base.source.meta)
-        read_by = " and ".join(one.program for one in found if one.reads)
+        ways = {one.program: one.verdict.partition(": ")[2] for one in found if one.reads}
+        read_by = " and ".join(f"{name} ({way})" if "adapter" in way else name for name, way in ways.items())
         others = [f"{one.program} {one.verdict}" for one in found if not one.reads]
         return "; ".join([f"it loads in {read_by}"] * bool(read_by) + others)
 
