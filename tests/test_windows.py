@@ -119,7 +119,7 @@ def test_page_shows_runs_and_results_cancels_and_leaves_runs_alone_when_it_ends(
             assert page.client.open(page.place + image).status == 200
         edit = {"lora": r"outputs\one", "weight": "1", "prompt": "segment the shapes", "more": "width=64\nheight=64"}
         page.post("/try", **edit, num_inference_steps="2")
-        text = page.wait("Choose two images", "/try")
+        text = page.wait("To compare two images", "/try")
         [image] = sources(text)
         assert page.client.open(page.place + image).status == 200, "a result of the tab Try"
         page.post("/try", **edit, num_inference_steps="100000")

@@ -204,7 +204,7 @@ def test_every_family_is_validated_in_bf16_and_has_a_card(run, arguments, tmp_pa
     assert ("psnr_source" in first) == ("psnr_nothing" in first) == bool(MODELS[model].controls)
     text = (tmp_path / "run/report.html").read_text()
     assert "psnr (before" in text
-    assert text.count('alt="after"') == 2
+    assert text.count('alt="after step 1"') == 2
     assert (tmp_path / "run/grid.png").is_file()
     card, edits = read(tmp_path / "run/lora/last"), bool(MODELS[model].controls)
     assert card.data.pipeline_tag == ("image-to-image" if edits else "text-to-image")
