@@ -15,6 +15,7 @@ from starlette.routing import Route
 from datamodules.images.folders import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLDERS, is_clutter, is_image
 from datamodules.images.samples import CAPTION_SUFFIXES
 from extras.page.answers import page, post
+from extras.page.runs import subfolders
 from foundation.errors import UserError, printable
 from foundation.files import replacing
 
@@ -22,14 +23,6 @@ from foundation.files import replacing
 MOST_FOLDERS, MOST_ENTRIES = 500, 10_000
 # Folders of an upload, by the field that it was dropped on.
 ROLES = {"control": "control_images", "target": "training_images"}
-
-
-def subfolders(folder: Path) -> list[Path]:
-    """Return the visible folders in a folder by name; none if it cannot be read."""
-    with suppress(OSError), os.scandir(folder) as found:
-        some = [Path(one.path) for one in islice(found, MOST_ENTRIES) if one.is_dir() and one.name.isprintable()]
-        return sorted(one for one in some if not is_clutter(one.name))[:MOST_FOLDERS]
-    return []
 
 
 def content_of(folder: Path) -> str:
@@ -57,7 +50,10 @@ class FoldersPage:
         asked = str(form.get("path", form.get("data.root", ""))).strip()
         folder = Path(os.path.abspath(Path(asked if asked.isprintable() else "").expanduser()))
         folder = next(one for one in (folder, *folder.parents) if one.is_dir())
-        found = {one: content_of(one) for one in subfolders(folder)}
+        inside = (
+            one for one in subfolders(folder, MOST_ENTRIES) if one.name.isprintable() and not is_clutter(one.name)
+        )
+        found = {one: content_of(one) for one in sorted(inside)[:MOST_FOLDERS]}
         return page(
             "folders.html", folder=folder, parents=[*reversed(folder.parents)], found=found, here=content_of(folder)
         )

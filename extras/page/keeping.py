@@ -54,7 +54,7 @@ class KeepPage:
         """Rename a run's folder."""
         run, name = self._unused(form), str(form.get("name", "")).strip()
         if not name or name.startswith(".") or {*name} & {*"/\\"}:
-            raise UserError(f"{printable(name)!r} is no name of a folder. Leave out /, and a dot at its start.")
+            raise UserError(f"{printable(name)!r} cannot name a folder. Leave out /, and a dot at its start.")
         if (new := run_below(self.shelf.outputs, str(run.path.with_name(name)))).path.exists():
             raise UserError(f"{new} exists. Choose another name.")
         run.path.rename(new.path)

@@ -15,6 +15,8 @@ from foundation.locks import LOCK
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
+# Estimates whose durations tell how long the next one takes.
+RECENT = 20
 # Seconds in which the lock may still be that of the page.
 SECONDS_OF_A_START = 5
 
@@ -42,7 +44,8 @@ class Plans:
         printed = _printed(run)
         starting = time.time() - _started(run) < SECONDS_OF_A_START
         if "╰" not in printed and (starting or user_of(run.path) is not None) and "error: " not in printed:
-            done = [one for one in map(RunFolder, self.folder.iterdir()) if "╰" in _printed(one)]
+            recent = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime)[-RECENT:]
+            done = [one for one in map(RunFolder, recent) if "╰" in _printed(one)]
             took = [one.log.stat().st_mtime - _started(one) for one in done]
             now = (printed.split("\n")[:-1] or ["starting"])[-1]
             usual = statistics.median(took) if took else None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -61,8 +62,8 @@ class Shelf:
     def runs(self) -> dict[str, RunFolder]:
         """Return the runs, also of sweeps, and commands that the page has started and that are no run yet."""
         found: dict[str, RunFolder] = {}
-        for folder in _subfolders(self.outputs):
-            here = [folder] if _is_run(folder) else filter(_is_run, _subfolders(folder))  # a run contains no others
+        for folder in subfolders(self.outputs):
+            here = [folder] if _is_run(folder) else filter(_is_run, subfolders(folder))  # a run contains no others
             found |= {one.relative_to(self.outputs).as_posix(): RunFolder(one) for one in here}
         return {name: run for name, run in found.items() if name.isprintable()}  # else no address can name it
 
@@ -77,7 +78,7 @@ class Shelf:
     def found(self, search: str = "", sort: str = "") -> list[str]:
         """Return the names of runs with these words; those that run, then the newest first, or sorted by -COLUMN."""
         runs = self.runs()
-        names = sorted(runs, key=lambda name: (state_of(runs[name]) == "running", _started(runs[name])), reverse=True)
+        names = sorted(runs, key=lambda name: (state_of(runs[name]) == "running", started(runs[name])), reverse=True)
         if words := search.lower().split():
             texts = {name: f"{name} {_model(run)} {tail(run.note)} {state_of(run)}" for name, run in runs.items()}
             names = [name for name in names if all(word in texts[name].lower() for word in words)]
@@ -86,9 +87,10 @@ class Shelf:
         return names
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def subfolders(folder: Path, most: int | None = None) -> list[Path]:
+    """Return the visible folders among the first `most` entries of a folder; none if it cannot be read."""
     with suppress(OSError), os.scandir(folder) as found:
-        return [Path(one.path) for one in found if one.is_dir() and not one.name.startswith(".")]
+        return [Path(one.path) for one in islice(found, most) if one.is_dir() and not one.name.startswith(".")]
     return []
 
 
@@ -102,7 +104,8 @@ def _time(path: Path) -> float:
     return 0.0
 
 
-def _started(run: RunFolder) -> float:
+def started(run: RunFolder) -> float:
+    """Return when a run started."""
     return _time(run.config if run.config.is_file() else run.path)
 
 
@@ -122,7 +125,7 @@ def _last(run: RunFolder, column: str) -> float:
 # Columns of the list by which it is sorted.
 SORTS: dict[str, Callable[[str, RunFolder], Any]] = {
     "run": lambda name, run: name,
-    "date": lambda name, run: _started(run),
+    "date": lambda name, run: started(run),
     "duration": lambda name, run: _last(run, "seconds"),
     "state": lambda name, run: state_of(run),
     "step": lambda name, run: _last(run, "step"),
@@ -163,7 +166,7 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
     """Return a run's row of the list; in a damaged run's, the reason replaces the model."""
     row: dict[str, Any] = {"name": name, "state": "failed", "step": "0", "max_steps": None, "figures": {}}
     row |= {"model": "", "thumb": "", "duration": "", "note": tail(run.note)}
-    row["date"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(_started(run)))
+    row["date"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(started(run)))
     try:
         with reading(run.path, "repair or remove it"):
             row |= {"state": state_of(run), "thumb": _thumb(run)}
@@ -205,7 +208,7 @@ def tail(path: Path) -> str:
 
 
 def _last_words(log: str) -> str:
-    """Return the last line of a log that is no part of a box."""
+    """Return the last line of a log outside of boxes."""
     return next((line for line in reversed(log.splitlines()) if line[:1].isalnum()), "starting")
 
 
@@ -284,6 +287,7 @@ class RunsPage:
             metrics, validation = read_metrics(run.metrics), read_validation(run.validation)
             (steps, rows), summary = _sample_rows(name, run), summarize(name, run)
             job = RunFolder(run.path / "export")
+            exported = tail(job.log)
             owner, log = user_of(run.path) if summary["state"] == "running" else None, tail(run.log)
             loads = owner is not None and not (metrics and _time(run.metrics) > _time(run.path / LOCK))
             left = None if loads or not owner else time_left(metrics, summary["max_steps"], _time(run.metrics))
@@ -301,7 +305,7 @@ class RunsPage:
                 log=log,
                 trains=run.requests.is_dir(),
                 files=run.lora_files(),
-                export=tail(job.log) and _last_words(tail(job.log)),
+                export=exported and _last_words(exported),
                 exports=user_of(job.path) is not None,
                 asked=[one for one in REQUESTS if (run.requests / one).exists()],
                 config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),

@@ -24,7 +24,7 @@ from extras.page.answers import page, post
 from extras.page.jobs import Jobs, run_below
 from extras.page.plans import Plans
 from extras.page.progress import cards, until
-from extras.page.runs import Shelf, settings_of
+from extras.page.runs import Shelf, settings_of, started
 from foundation.catalogue import catalogue
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
@@ -206,17 +206,17 @@ class StartPage:
         choices, known = cfg.hydra.runtime.choices, declared("train")
         values = {key: OmegaConf.select(cfg, key, default=..., throw_on_missing=False) for key in fields()}
         shown = [(key, fields()[key], _typed(value)) for key, value in values.items() if value is not ...]
-        name = Path(run_folder(None)).name
+        name, memory = Path(run_folder(None)).name, _memory_of(asked)
         return page(
             "start.html",
             tab="start",
             asked={"output_dir": f"{self.outputs}/{name}", "upload": name, "data.root": "", **asked},
             groups={group: (choices[group], known.groups[group]) for group in GROUPS},
             goals=goals(),
-            cards=model_cards(_memory_of(asked)),
+            cards=model_cards(memory),
             chosen=choices.model,
             usual=usual.hydra.runtime.choices.model,
-            memory=_memory_of(asked),
+            memory=memory,
             card=next((name for name, *_ in cards()), ""),
             formats=FORMATS,
             fields=shown,
@@ -233,7 +233,8 @@ class StartPage:
         ends = ("", *(f"-{index}" for index in range(2, 10_000)))
         runs = (RunFolder(f"{asked}{end}") for end in ends)
         run = next(one for one in runs if not one.path.exists() and str(one) not in waiting)
-        arguments = [*self._complete(form), f"output_dir={run}"]
+        settings, cfg = self._complete(form)
+        arguments = [*settings, f"output_dir={run}"]
         if form.get("when") == "now":
             self.jobs.start(arguments, run)
             name = run.path.relative_to(self.outputs).as_posix()
@@ -242,22 +243,21 @@ class StartPage:
             with self.jobs.changing() as waiting:
                 waiting[str(run)] = arguments
             return HTMLResponse("", headers={"hx-trigger": "queued"})
-        return page("command.html", command=shlex.join(arguments), like=self._like(arguments[:-1]))
+        return page("command.html", command=shlex.join(arguments), like=self._like(cfg))
 
-    def _complete(self, form: FormData) -> list[str]:
-        """Return the arguments of the form; raise a UserError if they name no images."""
+    def _complete(self, form: FormData) -> tuple[list[str], Any]:
+        """Return the arguments of the form and their settings; raise a UserError if they name no images."""
         arguments = arguments_of(form)
-        data = composed(*read_values(arguments, "train")).data
-        if OmegaConf.select(data, "root") is None and OmegaConf.select(data, "shards") is None:
-            raise UserError("Choose a folder of images, in step 1.")
-        return arguments
-
-    def _like(self, arguments: list[str]) -> dict[str, Any] | None:
-        """Return the newest run that computed the same steps, with how long those of these arguments would take."""
         cfg = composed(*read_values(arguments, "train"))
+        if OmegaConf.select(cfg, "data.root") is None and OmegaConf.select(cfg, "data.shards") is None:
+            raise UserError("Choose a folder of images, in step 1.")
+        return arguments, cfg
+
+    def _like(self, cfg: Any) -> dict[str, Any] | None:
+        """Return the newest run that computed the same steps, with how long those of these settings would take."""
         deciding, steps = _deciding(OmegaConf.to_container(cfg)), OmegaConf.select(cfg, "trainer.max_steps")
-        for name in self.shelf.found()[:LOOKED_AT]:
-            run = self.shelf.get(name)
+        runs = self.shelf.runs()
+        for name, run in sorted(runs.items(), key=lambda item: started(item[1]), reverse=True)[:LOOKED_AT]:
             with suppress(UserError, ValueError):
                 last = last_metrics(run.metrics)
                 if int(last.get("step", 0)) >= FEWEST_STEPS and _deciding(settings_of(run)) == deciding:
@@ -266,7 +266,7 @@ class StartPage:
 
     def estimate(self, request: Request, form: FormData) -> Response:
         """Start a dry run, and show how far it is."""
-        key = self.plans.start(self._complete(form), "again" in form)
+        key = self.plans.start(self._complete(form)[0], "again" in form)
         return page("plan.html", **self.plans.state(key))
 
     def plan(self, request: Request) -> Response:

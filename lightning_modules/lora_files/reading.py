@@ -91,7 +91,7 @@ def find_weights(lora: str | Path) -> Path:
 def find_or_download(lora: str | Path) -> Path:
     """Return a local weights file as `find_weights`, else one of the hub: `owner/name` or `owner/name/FILE`."""
     match = ON_THE_HUB.fullmatch(str(lora))
-    # A folder here, such as outputs/, is no owner on the hub.
+    # outputs/ and other folders here are not owners on the hub.
     if match is None or Path(lora).expanduser().exists() or Path(lora).parent.is_dir():
         return find_weights(lora)
     repository, filename = match.groups()

@@ -108,7 +108,7 @@ def test_names_that_are_no_text_hide_no_other_run(client, outputs):
 
 @pytest.fixture
 def victim():
-    """Return a process that is no command of ours."""
+    """Return a process of another program."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     yield process
     process.kill()
