@@ -232,6 +232,10 @@ def _checked(setting: str, known: Declared) -> str:
             return f"~{key}"
         raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
     dotted = key.replace("/", ".")
+    if first := known.firsts.get(dotted):
+        group = given.value()
+        if not isinstance(group, dict) or not all(known.knows(f"{dotted}.{one}") for one in group):
+            return setting.replace(key, first, 1)
     is_argument = known.takes_arguments(dotted) and (given.is_add() or given.is_force_add())
     if not known.knows(dotted) and not is_argument:
         refuse(known, key)

@@ -1,14 +1,14 @@
 """The samples of data.root in a cache, and their names there."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from datamodules.images.decoding import Facts
+from datamodules.images.recipe_images import RecipeImage, recipe_image_of
 from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile, Sample
-from datamodules.images.windows import Window
 from datamodules.shards.cache import CACHE_REMEDY, Cache
 from datamodules.shards.reader import EncodedSample, index_of
 from datamodules.shards.tar import prompt_id, sample_id
@@ -48,16 +48,20 @@ class Content(NamedTuple):
         read_as = [one.colours for one in facts]
         if sample.mask is not None:  # its values are no colours
             read_as[1 + len(sample.controls)] = "alpha" if isinstance(sample.mask, Alpha) else ""
+        for index, (_, path) in enumerate(roles(sample)):
+            read_as[index] += path.recipe if isinstance(path, RecipeImage) else ""
         return cls([(role, hashed[4] + how) for (role, hashed), how in zip(known, read_as, strict=True)], usable)
 
     def id(self, view: View) -> str:
         """Return the name of a view of the sample in a cache."""
-        return sample_id(view.sample.prompts, self.checksums, view.windows)
+        place = view.windows if recipe_image_of(view.sample) is None else [*view.windows, view.variant]
+        return sample_id(view.sample.prompts, self.checksums, place)
 
     def images(self, view: View) -> list[str]:
         """Return the identity of each condition image in a view."""
         controls = [checksum for role, checksum in self.checksums if role == "control"]
-        return [json.dumps(one) for one in zip(controls, view.windows[1:], strict=True)]
+        place = [] if recipe_image_of(view.sample) is None else [view.windows[0], view.variant]
+        return [json.dumps([*one, *place]) for one in zip(controls, view.windows[1:], strict=True)]
 
 
 class Entry(NamedTuple):
@@ -107,12 +111,12 @@ class CachedSamples(NamedTuple):
     Attributes:
         usable: samples with all of their views.
         missing: the others.
-        encoded: each view by the sample's key and its windows.
+        encoded: each view by the sample's key and its place.
     """
 
     usable: list[Usable]
     missing: list[Sample]
-    encoded: dict[tuple[str, tuple[Window, ...]], EncodedSample]
+    encoded: dict[Hashable, EncodedSample]
 
 
 def look_up(
@@ -137,5 +141,5 @@ def look_up(
             if preserve_prompts:
                 places = (index.prompts[preserved[text]] if text else encoded.empty_prompt for text in preserve_prompts)
                 encoded = encoded.preserving(list(places))
-            found.encoded[sample.key, view.windows] = encoded
+            found.encoded[sample.key, view.place] = encoded
     return found

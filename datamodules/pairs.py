@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from datamodules.base import DataModule, Model, PromptShapes, model_of
 from datamodules.batch import LatentBatch, RawBatch
+from datamodules.images.recipe_images import recipe_image_of
 from datamodules.images.resizing import Framing, Size, View, bucket_notes, notes_on
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import ImageFile, RootSetting
-from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
+from datamodules.images.windows import ConditionImages, load_image, load_mask
 from datamodules.prefetch import Prefetcher
 from datamodules.sampler import FIRST, Choices, SizeBatchSampler
 from datamodules.shards.reader import EncodedSample
@@ -44,6 +45,7 @@ class PairDataset(Dataset[RawBatch]):
 
     def __post_init__(self) -> None:
         self.weighted = any(view.weight != 1 for view in self.views)
+        self.draws_per_epoch = max(1, sum(view.repeats for view in self.views))
 
     def __len__(self) -> int:
         return len(self.views)
@@ -51,7 +53,7 @@ class PairDataset(Dataset[RawBatch]):
     def __getitem__(self, item: tuple[int, int]) -> RawBatch:
         index, draw = item
         view, choices, others = self.views[index], self.choices, self.preserve_prompts
-        sample, (window, *windows) = view.sample, view.windows
+        sample, (window, *windows) = view.sample_in(draw // self.draws_per_epoch), view.windows
         kept = choices.references(draw, len(sample.controls))
         images = [sample.controls[place] for place in kept], [windows[place] for place in kept]
         controls, prompt_images = self.condition_images.load(*images)
@@ -163,7 +165,7 @@ class PairsDataModule(DataModule):
         several = batch_size > 1 or max_tokens_per_batch is not None or crop != "center"
         chosen = ("aspect" if several else "exact") if buckets == "auto" else buckets
         framing = Framing(chosen, upscale, crop, crop_count, flip)
-        self.sample_set = SampleSet(val_root=val_root, framing=framing, **settings)
+        self.sample_set = SampleSet(val_root=val_root, framing=framing, seed=seed, **settings)
         self.roots = self.sample_set.paths
         roots = [*self.sample_set.roots, *self.sample_set.val_roots]
         if (buckets == "aspect" or crop != "center") and roots and not any(r.resolution for r in roots):
@@ -221,13 +223,13 @@ class PairsDataModule(DataModule):
         self,
         usable: Sequence[Usable],
         checksum: Callable[[ImageFile], str | None] = lambda image: None,
-        encoded: Mapping[tuple[str, tuple[Window, ...]], EncodedSample] | None = None,
+        encoded: Mapping[Hashable, EncodedSample] | None = None,
     ) -> None:
         """Train on these samples, except held-out ones, of which only the first view is used.
 
         Args:
             checksum: see `SampleSet.held_out`.
-            encoded: each view in a cache by the sample's key and its windows; None without a cache.
+            encoded: each view in a cache by the sample's key and its place; None without a cache.
 
         Raises:
             UserError: no sample is left to train on.
@@ -246,7 +248,7 @@ class PairsDataModule(DataModule):
         held = self.sample_set.held_out(samples, self.val_count, noun, checksum)
 
         def split(chosen: list[list[View]]) -> Split:
-            known = [(view.sample.key, view.windows) for one in chosen for view in one]
+            known = [(view.sample.key, view.place) for one in chosen for view in one]
             return Split(chosen, [] if encoded is None else [encoded[one] for one in known])
 
         self.validation = split([first[index] for index in sorted(held)]) if held else None
@@ -330,7 +332,8 @@ class PairsDataModule(DataModule):
         """Number of training samples and a hash of their identities, to compare when a run is resumed."""
         known = hashlib.sha256()
         views = ((view.sample.prompts, view.repeats, view.weight) for view in self.training.views)
-        for part in (*self.training.keys, *views):
+        recipes = (image.recipe for sample in self.training.samples if (image := recipe_image_of(sample)))
+        for part in (*self.training.keys, *views, *recipes):
             known.update(f"{part}\n".encode(errors="surrogatepass"))
         return [len(self.training), known.hexdigest()]
 

@@ -12,6 +12,7 @@ from PIL import Image
 from datamodules.images.alignment import align, edges
 from datamodules.images.captions import wrapped_line
 from datamodules.images.decoding import MOST_PIXELS, Sides, image_facts, image_size, one_large, open_image, open_mask
+from datamodules.images.recipe_images import RecipeImage, recipe_image_of
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
 from datamodules.images.windows import resize, same_proportions
 from foundation.errors import UserError, printable
@@ -131,6 +132,7 @@ def look(path: ImageFile, mask: bool = False) -> Look:
     size = image_facts(path).size if mask else image_size(path)
     with one_large(size):
         whole = open_mask(path).convert("RGB") if mask else open_image(path, DECODED_AREA)
+    size = whole.size if isinstance(path, RecipeImage) else size  # without a border
     scale = min(1.0, SMALL_SIDE / max(size))
     width, height = (max(1 if mask else SIDE_MULTIPLE, round(side * scale)) for side in size)
     return Look(size, resize(whole, (width, height)))
@@ -214,6 +216,12 @@ def _sizes(name: str, one: Look, target: Look) -> str:
 def _faults_of_pair(
     sample: Sample, target: Look, controls: list[Look], sides: tuple[int, ...]
 ) -> Iterator[tuple[Kind, str]]:
+    if isinstance(made := sample.controls[0], RecipeImage):
+        changed, unchanged = open_image(made), open_image(made.without_recipe())
+        if changed.size == unchanged.size and nearly_equal(changed, unchanged):
+            same = not np.any(np.asarray(changed) != np.asarray(unchanged))
+            yield Kind.EQUAL if same else Kind.NEARLY_EQUAL, f"control and target, by {made.chain}"
+        return
     alike = [index for index, control in enumerate(controls) if same_proportions(control.size, target.size)]
     if not alike:
         yield Kind.PROPORTION, _sizes("control", controls[0], target)
@@ -296,6 +304,8 @@ def repeated(
     for index, other, same in matches(targets, targets):
         one, two = samples[index], samples[other]
         same_files = one.target == two.target and one.controls == two.controls
+        if one.target == two.target and recipe_image_of(one) and recipe_image_of(two):
+            continue
         if same_files and not set(one.prompts) & set(two.prompts):
             continue
         share = one.controls and one.controls[:1] == two.controls[:1]

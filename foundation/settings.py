@@ -6,7 +6,7 @@
 `#:` lists a setting in --help, by its first sentence, and on the page. The comment behind a value is a rule: `int`,
 `float`, `bool`, `text` or `path`, its bounds, and alternatives (`or null`, `or list`, `or auto`; `list of float`: no
 number alone). Behind the semicolon are the tasks of predict.py that read the setting and all below it, or `train.py`
-for none of them.
+for none of them. `a value sets NAME` behind a mapping: KEY=VALUE stands for KEY.NAME=VALUE.
 """
 
 import math
@@ -30,6 +30,7 @@ OPEN = ("callbacks", "callbacks.validation.metrics", "logger")
 HEADINGS = ("data", "model", "adapter", "objective", "optimizer", "trainer")
 KIND = re.compile(r"((list|mapping) of (\d+ )?)?(int|float|bool|text|path)\b")
 REST = re.compile(r"((?:,? (?:>=|<=|>) [-\d.e]+)*)(?:, multiple of (\d+))?((?: or \w+)*)")
+STANDS_FOR = re.compile(r"a value sets (\w+)")
 READERS = re.compile(r"(?:^|; )(?:(train\.py)|task=([\w, ]+))$")
 BOUNDS = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
 CONTAINERS = {"list": list, "mapping": dict}
@@ -135,6 +136,7 @@ class Declared:
         nodes: mappings that contain settings.
         groups: groups, such as `model` and `model/quantization`, and their options.
         may_be_null: groups without an option by default.
+        firsts: the settings for which a value of their mappings stands.
     """
 
     def __init__(self, script: str) -> None:
@@ -143,6 +145,7 @@ class Declared:
         self.readers: dict[str, tuple[str, ...]] = {}
         self.groups: dict[str, list[str]] = {}
         self.may_be_null: set[str] = set()
+        self.firsts: dict[str, str] = {}
         self._based: set[str] = set()  # options that build on another file
         defaults = self._add(f"{script}.yaml", "", "")
         names = [name for entry in defaults if isinstance(entry, dict) for name in entry if " " not in name]
@@ -176,6 +179,8 @@ class Declared:
             key = f"{package}.{key}" if package else key
             if readers := READERS.search(behind):
                 self.readers[key] = () if readers[1] else tuple(readers[2].split(", "))
+            if first := STANDS_FOR.match(behind):
+                self.firsts[key] = f"{key}.{first[1]}"
             if is_setting:
                 one = self.settings.setdefault(key, Setting())
                 one.options.append(option)

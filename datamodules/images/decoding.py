@@ -20,6 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.images.colours import HDR, ROUNDING, UNREADABLE, UNSPECIFIED, conversion
+from datamodules.images.recipe_images import RecipeImage
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile
 from foundation.errors import UserError, printable
 from foundation.files import reason, require_file
@@ -84,6 +85,8 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
             million), or floating-point pixels, whose range is unknown.
     """
     try:
+        while isinstance(path, RecipeImage):
+            path = path.image
         if isinstance(path, Path):
             require_file(path)
         with Image.open(path if isinstance(path, Path) else BytesIO(path.read_bytes()), formats=RASTERS) as image:
@@ -301,6 +304,10 @@ def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True, a
     Raises:
         UserError: the file is unreadable or ends early.
     """
+    if isinstance(path, RecipeImage):  # outside of training
+        size = image_facts(path).size
+        size = shrunk(*size, path.side**2) if path.side else size
+        return path.made_from_whole(open_image(path.image, size[0] * size[1], alpha=alpha), size)
     with opened(path) as image:
         times = 1 if area is None else int((image.width * image.height / area) ** 0.5 / REDUCING_GAP)
         if times > 1:
@@ -349,6 +356,8 @@ def open_mask(path: ImageFile) -> Image.Image:
     Raises:
         UserError: the file is unreadable, or has both colours and transparent parts.
     """
+    if isinstance(path, RecipeImage):
+        return path.mask(image_facts(path).size)
     image = open_image(path, in_srgb=False, alpha=True)
     colours, opacity = np.asarray(image)[..., :3], image.getchannel("A")
     if isinstance(path, Alpha):
@@ -367,6 +376,8 @@ def verify_mask(path: ImageFile) -> bool:
     Raises:
         UserError: it is unreadable, or black all over.
     """
+    if isinstance(path, RecipeImage):
+        return False
     levels = np.asarray(open_mask(path))
     least, most = int(levels.min()), int(levels.max())
     if most < BLACK:

@@ -28,6 +28,7 @@ USUAL_ENDINGS = (
 # Masks of images: endings of their names, and the folders that they are in.
 MASK_ENDINGS = ("_mask", "-mask", ".mask", "-masklabel", "_masklabel")
 MASK_FOLDERS = ("masks", "mask")
+SWAP = ".swap"  # of a caption from target to control
 # Endings of images that belong to another one and are not read.
 UNREAD_ENDINGS = ("-condlabel",)
 # Files and folders left by systems and programs; hidden ones are passed over as well.
@@ -143,6 +144,7 @@ class Listing:
                 images[end][stem.removesuffix(end)] = path
         stems = {*images[control], *images[target]}
         names = {stem: dict.fromkeys((stem, stem + target)) for stem in stems}
+        names |= {f"{stem}{SWAP}": {f"{stem}{SWAP}": None} for stem in stems}
         texts = {stem: [path for name in both for path in self.texts.get(name, [])] for stem, both in names.items()}
         first, second = (dict(sorted(images[end].items())) for end in (control, target))
         return (
@@ -338,6 +340,7 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
             continue
         try:
             prompts, caption_file = targets.captions(stem, root.caption_per_line)
+            swapped = targets.captions(f"{stem}{SWAP}", root.caption_per_line)[0] if root.swap else ()
         except UserError as error:
             incomplete.append(str(error))
             continue
@@ -354,7 +357,7 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
         mask = next(iter(masks[stem]), None)
         files = caption_file, mask or mask_folder / f"{stem}.png"
         key = (targets.place / stem).as_posix()
-        samples.append(Sample(key, target, tuple(own), prompts, mask, rejects.get(stem), 0, *files))
+        samples.append(Sample(key, target, tuple(own), prompts, mask, rejects.get(stem), 0, *files, swapped))
     for others in (*images, rejects):
         alone = [(stem, path) for stem, path in others.items() if stem not in primary]
         incomplete += [f"{path} has no target image {targets.lack(stem)}" for stem, path in alone]
@@ -369,7 +372,8 @@ def note_unread(found: Found, folder: Path, root: Root) -> Found:
     images = [(one.target, *one.controls, one.mask, one.rejected) for one in found.samples]
     read = {_identity(path) for some in images for path in some if isinstance(path, Path)}
     stems = {stem_of(path) for some in images for path in some if isinstance(path, Path)}
-    texts = {_identity(one.caption_file.with_suffix("")) for one in found.samples if one.caption_file is not None}
+    ends, captions = ("", SWAP) if root.swap else ("",), [one.caption_file for one in found.samples if one.caption_file]
+    texts = {_identity(path.with_suffix(end)) for path in captions for end in ends}
     kinds: dict[tuple[Path, str], list[str]] = defaultdict(list)
     others = {_identity(Path(path).expanduser()) for path in root.others}
     for place, names in walk(folder):

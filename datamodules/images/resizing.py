@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from datamodules.images.decoding import Facts, Sides, floor_size, shrunk
+from datamodules.images.recipe_images import RecipeImage, recipe_image_of
 from datamodules.images.samples import SIDE_MULTIPLE, TRIGGER, Root, Sample
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends, same_proportions
 from foundation.errors import UserError, count_of, listing
@@ -46,12 +48,33 @@ class View:
         windows: windows of the target, then of each control; mask and rejected image have the target's.
         weight: weight in the loss.
         repeats: times that an epoch draws it.
+        variant: number of the condition image that a recipe makes for these windows.
     """
 
     sample: Sample
     windows: tuple[Window, ...]
     weight: float = 1.0
     repeats: int = 1
+    variant: int = 0
+
+    @property
+    def place(self) -> tuple[tuple[Window, ...], int]:
+        """The windows and the variant, by which it differs from the other views of the sample."""
+        return self.windows, self.variant
+
+    def sample_in(self, epoch: int) -> Sample:
+        """Return the sample with the images that recipes make for this view, others in each epoch."""
+        sample = self.sample
+        if (one := recipe_image_of(sample)) is None:
+            return sample
+        variant = self.variant + epoch * one.chain.variants
+
+        def made(image: Any) -> Any:
+            is_made = isinstance(image, RecipeImage)
+            return replace(image, view=self.windows[0], variant=variant) if is_made else image
+
+        controls = tuple(map(made, sample.controls))
+        return replace(sample, target=made(sample.target), controls=controls, mask=made(sample.mask))
 
     @property
     def size(self) -> Size:
@@ -106,15 +129,44 @@ class Framing:
         crops = 1 if self.crop == "center" else self.crop_count
         framing = replace(self, condition_images=self.condition_images.of_count(len(sizes) - 1))
         # Equal windows, of images that need no crop, are one view drawn more often: all samples are drawn equally.
-        windows = Counter(
-            framing._windows(sizes, side, crop, flipped)
+        places = Counter(
+            (framing._without_border(sample, framing._windows(sizes, side, crop, flipped), side, variant), variant)
             for side in sorted(root.resolution, reverse=True) or [0]
             for crop in range(crops)
             for flipped in ([False, True] if self.flip else [False])
+            for variant in range(root.control.variants if root.control else 1)
         )
-        if held_out:
-            return [View(sample, next(iter(windows)))]
-        return [View(sample, one, root.weight, root.repeats * count) for one, count in windows.items()]
+        views = [
+            View(sample, one, root.weight, root.repeats * count, number) for (one, number), count in places.items()
+        ]
+        return [View(sample, views[0].windows)] if held_out else views
+
+    def _without_border(
+        self, sample: Sample, windows: tuple[Window, ...], side: int, variant: int
+    ) -> tuple[Window, ...]:
+        """Return the windows; those of images whose border a recipe removes are smaller, at the scale of the target.
+
+        Raises:
+            UserError: the target is too small.
+        """
+        found, rules = [], self.condition_images
+        for window, image in zip(windows, (sample.target, *sample.controls), strict=True):
+            if isinstance(image, RecipeImage) and image.chain.has("border"):
+                bounds = zip(window.box[:2], window.box[2:], window.frame, strict=True)
+                (left, right), (top, bottom) = ((max(0, start), min(end, whole)) for start, end, whole in bounds)
+                whole = floor_size(right - left, bottom - top)
+                kept = replace(image, view=windows[0], variant=variant).kept(whole)
+                if kept == whole:
+                    raise UserError(
+                        f"data.control=border: {sample.key} is too small, {whole[0]}x{whole[1]} in training"
+                    )
+                left, top = (left + right - kept[0]) // 2, (top + bottom - kept[1]) // 2
+                seen = (
+                    rules.fitted(kept, windows[0].size) if rules.fits_target else rules.window(*kept, side**2 or None)
+                )
+                window = window._replace(box=(left, top, left + kept[0], top + kept[1]), size=seen.size)
+            found.append(window)
+        return tuple(found)
 
     def _windows(self, sizes: Sequence[Sides], side: int, crop: int, flipped: bool) -> tuple[Window, ...]:
         """Return the windows of the target and the controls; a `side` of 0 is their own size."""
@@ -247,9 +299,10 @@ def notes_on(
         small = width * height < side**2 and view.windows[0].frame[0] <= width
         counts[f"{noun} have fewer than {side}x{side} pixels, kept as small (data.upscale=true enlarges them)"] += small
         counts[f"{noun} have images of several frames, of which the first is used"] += any(one.frames for one in own)
-        if len(own) == 2 and not same_proportions(own[1].size, own[0].size):
+        if len(own) == 2 and (recipe_image_of(view.sample) or not same_proportions(own[1].size, own[0].size)):
             scale, other = (
-                math.sqrt(math.prod(w.frame) / math.prod(o.size)) for w, o in zip(view.windows, own, strict=True)
+                math.sqrt(math.prod(w.frame) / math.prod(w.seen) * math.prod(w.size) / math.prod(o.size))
+                for w, o in zip(view.windows, own, strict=True)
             )
             zooms += [max(scale / other, other / scale)]
         counts["captions are empty"] += sum(not prompt for prompt in prompts)
@@ -266,7 +319,7 @@ def notes_on(
         counts[f"{noun} have an alpha channel, {effect}"] += any(one.alpha for one in own)
     notes = [count_of(count, text) for text, count in counts.items() if count]
     if zooms := [zoom for zoom in zooms if zoom > MOST_ZOOMED]:
-        what = "have control and target of different proportions, resized to different scales"
+        what = "have control and target of different sizes, resized to different scales"
         extent = f"by up to {max(zooms):.2f} times. Extending an image is learned with that zoom"
         notes.append(count_of(len(zooms), f"{noun} {what}, {extent}"))
     if crops := [view.cropped for view in views if view.cropped]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image, verify_mask
+from datamodules.images.recipe_images import RecipeImage, recipe_image_of, with_controls
 from datamodules.images.resizing import Framing, Sides, View
 from datamodules.images.samples import (
     Found,
@@ -53,6 +54,7 @@ class SampleSet:
         on_missing: for a target without control or caption, or a control without target.
         on_bad_image: for an image that cannot be read or is smaller than 16 pixels.
         framing: how samples become views.
+        seed: determines the condition images that recipes make.
         settings: settings of each `Root` that does not set its own.
     """
 
@@ -64,6 +66,7 @@ class SampleSet:
         on_missing: Literal["error", "skip"],
         on_bad_image: Literal["error", "skip"],
         framing: Framing,
+        seed: int = 0,
         **settings: Any,
     ) -> None:
         for name, value in (("on_missing", on_missing), ("on_bad_image", on_bad_image)):
@@ -77,6 +80,7 @@ class SampleSet:
         self.on_bad_image = on_bad_image
         self.model = ""
         self.framing = framing
+        self.seed = seed
         self.condition_images = ConditionImages()
         self._found: Found | None = None
 
@@ -127,14 +131,19 @@ class SampleSet:
         """
         self.require_root()
         if self._found is None:
-            found = with_settings(self.source(self.roots), self.roots)
+            found = self._samples(self.roots)
             self._found = self._with_held_out(found) if self.val_roots else found
         return self._found
+
+    def _samples(self, roots: list[Root]) -> Found:
+        """Return the samples of roots with all of their settings."""
+        bare = [replace(root, require_prompt=root.control is None) for root in roots]
+        return with_settings(with_controls(self.source(bare), roots, self.seed), roots)
 
     def _with_held_out(self, found: Found) -> Found:
         """Add the samples of val_root; a target of both is held out."""
         try:
-            held_out = with_settings(self.source(self.val_roots), self.val_roots)
+            held_out = self._samples(self.val_roots)
         except UserError as error:  # sources name data.root
             raise UserError(str(error).replace("data.root=", "data.val_root=")) from error
         taken = {sample.key for sample in found.samples}
@@ -174,7 +183,11 @@ class SampleSet:
         lines = [*found.incomplete, *(f"{key} has no condition image, which {self.model} needs" for key in bare)]
         notes = self._without(lines, "incomplete", "on_missing", "Complete them")
         samples = [one for one in found.samples if len(one.controls) >= least]
-        if several := [one for one in samples if len(one.prompts) > 1]:
+        for root in (root for root in self.roots if root.control):
+            prompts = next((one.prompts for one in samples if self.root(one) is root), ())
+            how = f"{root}: the condition images are made by {root.control}; instructions:"
+            notes.append(f"{how} {printable(' | '.join(prompts[:3]))}")
+        if several := [one for one in samples if len(one.prompts) > 1 and recipe_image_of(one) is None]:
             example = " | ".join(f'"{prompt[:40]}"' for prompt in several[0].prompts[:3])
             notes.append(
                 f"{count_of(len(several), 'samples have several captions')}, of which each step draws one, as "
@@ -233,7 +246,8 @@ class SampleSet:
                 by = " and ".join(f"{width}x{height}" for width, height in (other, facts[0].size))
                 raise UserError(f"the rejected image {sample.rejected} and its target are {by}: give both one size")
             for path in (*images, *(one for one in (sample.mask, sample.rejected) if one)):
-                verify_image(path)
+                if not isinstance(path, RecipeImage):  # of one that is verified
+                    verify_image(path)
             return Usable(sample, facts, sample.mask is not None and verify_mask(sample.mask))
         except UserError as error:
             return error
@@ -266,6 +280,8 @@ class SampleSet:
         @cache
         def identity(image: ImageFile) -> Hashable:
             """Return the path of a file, the content of a packed image: tables repeat one for each instruction."""
+            if isinstance(image, RecipeImage):
+                return identity(image.image)
             if not isinstance(image, Packed):
                 return _resolved(image)
             return checksum(image) or hashlib.sha256(image.read_bytes()).hexdigest()

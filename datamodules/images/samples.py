@@ -6,8 +6,9 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from datamodules.images.recipes import RECIPES, Chain, as_chain, as_texts
 from foundation.errors import UserError, listing, printable
 from foundation.files import Packed, file_signature
 
@@ -79,6 +80,18 @@ class Slice(Packed):
         return self.name
 
 
+class Swap(NamedTuple):
+    """The setting data.swap of a root.
+
+    Attributes:
+        share: share of the samples whose target and first condition image are exchanged.
+        prompts: their instructions, unless they have their own.
+    """
+
+    share: float
+    prompts: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Root:
     """An entry of data.root with the settings of its samples.
@@ -94,6 +107,8 @@ class Root:
         pair_suffixes: endings of the names of controls and targets in one folder.
         caption_per_line: treat each line of a text file as a caption, not the whole file.
         alpha_mask: use the alpha channel of targets as the mask of the loss.
+        control: recipes that make the condition image of each sample; None for none.
+        swap: samples that are trained from target to control; None for none.
         require_prompt: treat a sample without a caption as incomplete. Not a setting.
         others: paths of all roots, whose files are theirs. Not a setting.
     """
@@ -108,6 +123,8 @@ class Root:
     pair_suffixes: tuple[str, str] | None = None
     caption_per_line: bool = True
     alpha_mask: bool = False
+    control: Chain | None = None
+    swap: Swap | None = None
     require_prompt: bool = True
     others: tuple[str, ...] = ()
 
@@ -127,6 +144,7 @@ class Sample:
         target: the image to learn.
         controls: condition images.
         prompts: instructions or captions, of which one is drawn each time; at least one where its root requires it.
+        swap_prompts: instructions from the target to the first condition image.
         mask: weight of each pixel in the loss.
         rejected: an image of the target's size that is preferred less (objective=dpo).
         root: index of its root.
@@ -143,6 +161,7 @@ class Sample:
     root: int = 0
     caption_file: Path | None = None
     mask_file: Path | None = None
+    swap_prompts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +223,8 @@ ROOT_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "columns": (lambda value: value is None or isinstance(value, Mapping), "as {control: photo, target: graded}"),
     "pair_suffixes": (_are_suffixes, "two different endings, as [_before,_after]"),
     **dict.fromkeys(("caption_per_line", "alpha_mask"), (lambda value: isinstance(value, bool), "true or false")),
+    # These have errors of their own.
+    **dict.fromkeys(("control", "swap"), (lambda value: True, "")),
 }
 
 
@@ -237,7 +258,29 @@ def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
     chosen["resolution"] = tuple(dict.fromkeys([] if sides is None else [sides] if isinstance(sides, int) else sides))
     chosen["columns"] = chosen.get("columns") or {}
     chosen["pair_suffixes"] = tuple(map(nfc, ends)) if ends else None
+    for key, parse in (("control", as_chain), ("swap", _as_swap)):
+        place = f"data.{name}={path}: {key}" if key in own else f"data.{key}"
+        chosen[key] = parse(place, _settings_of(place, settings.get(key), chosen.get(key)))
     return Root(**chosen)
+
+
+def _settings_of(place: str, usual: Mapping[str, Any] | None, given: Any) -> Mapping[str, Any] | None:
+    """Return a group of settings, of which a root may give only the first one, as its value."""
+    if not usual:
+        return None
+    is_group = isinstance(given, Mapping) and bool(given) and not any(one in RECIPES for one in given)
+    own = given if is_group else {next(iter(usual)): given}
+    if unknown := own.keys() - usual.keys():
+        raise UserError(f"{place}: there is no {listing(sorted(unknown))}. Choose {', '.join(usual)}.")
+    return {**usual, **own}
+
+
+def _as_swap(place: str, given: Mapping[str, Any] | None) -> Swap | None:
+    if given is None or given["share"] is None:
+        return None
+    if not isinstance(share := given["share"], bool | int | float) or not 0 <= share <= 1:
+        raise UserError(f"{place}={share}: must be true, false, or a share from 0 to 1")
+    return Swap(share, as_texts(f"{place}.prompts", given["prompts"])) if share else None
 
 
 def with_settings(found: Found, roots: Sequence[Root]) -> Found:

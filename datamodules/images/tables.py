@@ -36,6 +36,7 @@ COMMON = {
     "preferred preferred_image, image, images, img, picture, photo, file_name, path, jpg, jpeg, png, webp",
     "prompt": "txt, edit_prompt, edit_instruction, editing_instruction, instruction, instructions, prompt, prompts, "
     "captions, caption, text, description, edit, json",
+    "swap_prompt": "swap_prompt",
     "mask": "mask mask_image mask_img",
     "rejected": "rejected rejected_image, dispreferred dispreferred_image",
 }
@@ -81,7 +82,8 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
         UserError: a column is missing or ambiguous.
     """
     require_prompt = edits and root.require_prompt
-    wanted = [*(["control"] if edits else []), "target", *(["prompt"] if require_prompt else [])]
+    makes_controls = root.control is not None
+    wanted = [*(["control"] if edits and not makes_controls else []), "target", *(["prompt"] if require_prompt else [])]
     roles = choose_columns(table, root.columns, wanted)
     if not edits and roles["control"] and "target" not in root.columns:
         raise UserError(f"{table.place} {PAIRS}: name the column, as data.columns='{{target: {roles['target'][0]}}}'")
@@ -127,14 +129,18 @@ def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], requir
         images[role] = [image for some in found for image in some]
         if role != "control" and len(images[role]) > 1:
             raise UserError(f"{cells[role][0][0]} must be one image, not a list")
-    name, value = next(iter(cells["prompt"]), ("", None))
-    prompts = () if value in (None, []) else captions_of(value)
-    if prompts is None:
-        raise UserError(f"{name} must be text, or a list of texts")
+    texts: dict[str, tuple[str, ...]] = {}
+    for role in ("prompt", "swap_prompt"):
+        name, value = next(iter(cells[role]), ("", None))
+        if (captions := () if value in (None, []) else captions_of(value)) is None:
+            raise UserError(f"{name} must be text, or a list of texts")
+        texts[role] = captions
+    name, prompts = next(iter(cells["prompt"]), ("", None))[0], texts["prompt"]
     if require_prompt and not prompts:
         raise UserError(f"{name} is empty")
     mask, rejected = (next(iter(images[role]), None) for role in ("mask", "rejected"))
-    return Sample("", images["target"][0], tuple(images["control"]), prompts, mask, rejected)
+    controls, swapped = tuple(images["control"]), tuple(filter(None, texts["swap_prompt"]))
+    return Sample("", images["target"][0], controls, prompts, mask, rejected, swap_prompts=swapped)
 
 
 def names_images(values: Sequence[Any]) -> bool:
@@ -203,7 +209,7 @@ def choose_columns(table: Table, named: Mapping[str, Any], wanted: Sequence[str]
             )
     taken = [name for names in found.values() for name in names]
     for role, names in table.names.items():
-        among = [name for name in (table.columns if role == "prompt" else table.images) if name not in taken]
+        among = [name for name in (table.columns if "prompt" in role else table.images) if name not in taken]
         try:
             likely = (_spelled(spellings.split(), role, among) for spellings in names.split(","))
             found[role] = found.get(role) or next(filter(None, likely), [])

@@ -20,6 +20,7 @@ from datamodules.images.decoding import (
     to_bytes,
     to_tensor,
 )
+from datamodules.images.recipe_images import RecipeImage
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile
 
 # Up to this difference of proportions a control shows the same view as its target.
@@ -114,12 +115,27 @@ class Window(NamedTuple):
 
 def load_image(path: ImageFile, window: Window, alpha: bool = False) -> Tensor:
     """Return a part of a file as (C, H, W) in [-1, 1]: RGB, with `alpha` RGBA."""
-    return to_tensor(window.of(open_image(path, window.frame[0] * window.frame[1], alpha=alpha)))
+    image, window = _opened_for(path, window, window.frame[0] * window.frame[1], alpha)
+    return to_tensor(window.of(image))
+
+
+def _opened_for(path: ImageFile, window: Window, area: int, alpha: bool) -> tuple[Image.Image, Window]:
+    """Decode an image of which a window is needed; return it with the window in it.
+
+    An image that a recipe makes is made of this part only, and padded or mirrored like it.
+    """
+    if not isinstance(path, RecipeImage):
+        return open_image(path, area, alpha=alpha), window
+    image, padded = open_image(path.image, area, alpha=alpha), window.inside != (0, 0, *window.seen)
+    made = path.made_from((Window.whole(window.frame, window.flipped) if padded else window).of(image))
+    if not padded:
+        return made, Window.whole(window.size)
+    return made.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if window.flipped else made, window
 
 
 def load_mask(path: ImageFile, window: Window) -> Tensor:
     """Return the brightness of a part of a file as (1, H, W) in [0, 1]."""
-    mask = window.of(open_mask(path), mask=True)
+    mask = path.mask(window.size) if isinstance(path, RecipeImage) else window.of(open_mask(path), mask=True)
     return torch.from_numpy(np.array(mask, dtype=np.float32))[None] / 255
 
 
@@ -238,7 +254,8 @@ class ConditionImages:
             UserError: a file is unreadable.
         """
         used = [max(window.frame[0] * window.frame[1], self.condition_image_size or 0) for window in windows]
-        images = [open_image(path, area, alpha=self.alpha) for path, area in zip(paths, used, strict=True)]
+        opened = [_opened_for(*one, self.alpha) for one in zip(paths, windows, used, strict=True)]
+        images, windows = [image for image, _ in opened], [window for _, window in opened]
         pixels = [to_tensor(window.of(image))[None] for window, image in zip(windows, images, strict=True)]
         return pixels, self._for_text(images, windows)
 

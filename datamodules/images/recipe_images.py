@@ -1,0 +1,145 @@
+"""Images that recipes make from other images, and samples with them: condition images of targets, exchanged pairs."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from datamodules.images.recipes import CAPTION, RECIPES, Chain, hole_mask, instructions, middle
+from datamodules.images.samples import Found, ImageFile, Root, Sample, Swap
+from foundation.errors import UserError
+from foundation.files import Packed, file_signature
+
+
+@dataclass(frozen=True)
+class RecipeImage(Packed):
+    """An image that a chain of recipes makes from another one, at the size at which training sees that.
+
+    As a file it is the other one: its bytes, size and colours.
+
+    Attributes:
+        image: the other one.
+        seed, name: seed of the run, and name of the sample. With the view and the variant they determine all draws.
+        side: side of the square to whose area training shrinks it; 0 for its own size.
+        view: the window of the sample's target; None outside of training.
+        variant: its number among the condition images of the view.
+    """
+
+    image: ImageFile
+    chain: Chain
+    seed: int
+    name: str
+    side: int = 0
+    view: Any = None
+    variant: int = 0
+
+    def read_bytes(self) -> bytes:
+        return self.image.read_bytes()
+
+    def signature(self) -> tuple[str, int, int, int]:
+        return file_signature(self.image)
+
+    @property
+    def recipe(self) -> str:
+        """All that it depends on besides the other image, the view and the variant."""
+        return f"{self.chain} {self.seed} {self.name}"
+
+    def without_recipe(self) -> "RecipeImage":
+        """Return the other image as training sees it."""
+        return replace(self, chain=replace(self.chain, steps=()))
+
+    def _strength(self, step: int) -> tuple[Any, np.random.Generator]:
+        """Draw the strength of a step of the chain; return it with the generator for the rest."""
+        parts = [self.seed, self.name, self.view, self.variant, step]
+        random = np.random.default_rng(list(hashlib.sha256(json.dumps(parts).encode()).digest()))
+        return (None if step < 0 else self.chain.steps[step].strength(random)), random
+
+    def made_from(self, image: Image.Image) -> Image.Image:
+        """Return it, made from the other image as training sees that, in RGB or RGBA."""
+        made, order = image.convert("RGB"), list(range(len(self.chain.steps)))
+        if self.chain.shuffle:
+            self._strength(-1)[1].shuffle(order)
+        for index in order:
+            if (draw := RECIPES[self.chain.steps[index].name].draw) is not None:
+                made = draw(made, *self._strength(index))
+        if image.mode == "RGBA":
+            made.putalpha(image.getchannel("A"))
+        return made
+
+    def made_from_whole(self, image: Image.Image, size: tuple[int, int]) -> Image.Image:
+        """Return it, made from the whole other image at a size, without the border that it lacks."""
+        width, height = self.kept(size)
+        left, top = (size[0] - width) // 2, (size[1] - height) // 2
+        image = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + width, top + height))
+        return self.made_from(image)
+
+    def mask(self, size: tuple[int, int]) -> Image.Image:
+        """Return a mask of its holes."""
+        found = Image.new("L", size)
+        for index, step in enumerate(self.chain.steps):
+            if step.name == "hole":
+                found.paste(255, mask=hole_mask(size, *self._strength(index)))
+        return found
+
+    def kept(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the size of the middle that remains of an image; the whole size without the recipe border."""
+        index = next((number for number, step in enumerate(self.chain.steps) if step.name == "border"), None)
+        return size if index is None else middle(size, *self._strength(index))
+
+    def __str__(self) -> str:
+        return str(self.image)
+
+
+def recipe_image_of(sample: Sample) -> RecipeImage | None:
+    """Return the image of a sample that a recipe makes: its first condition image, or its target."""
+    return next((one for one in (sample.target, *sample.controls[:1]) if isinstance(one, RecipeImage)), None)
+
+
+def with_controls(found: Found, roots: Sequence[Root], seed: int) -> Found:
+    """Return the samples of roots with the condition images of their recipes, and with their shares exchanged.
+
+    Raises:
+        UserError: a sample has a condition image or a mask of its own; or it lacks one, or a caption, that is needed.
+    """
+    samples = [_with_control(one, roots[one.root], seed) for one in found.samples]
+    for number, root in enumerate(roots):
+        if root.swap is not None:
+            keys = [one.key for one in samples if one.root == number]
+            keys.sort(key=lambda key: hashlib.sha256(key.encode()).digest())
+            chosen = {*keys[: round(root.swap.share * len(keys))]}
+            samples = [_exchanged(one, root, root.swap) if one.key in chosen else one for one in samples]
+    return replace(found, samples=samples)
+
+
+def _with_control(sample: Sample, root: Root, seed: int) -> Sample:
+    if (chain := root.control) is None:
+        return sample
+    place = f"data.control: {sample.key} of {root.path}"
+    if sample.controls:
+        hint = "Leave data.control out, or set it for other roots only, as data.root='[{path: ROOT, control: jpeg}]'"
+        raise UserError(f"{place} has a condition image of its own. {hint}")
+    if chain.mask and (sample.mask is not None or root.alpha_mask):
+        raise UserError(f"{place} has a mask of its own. Leave it or data.control.mask out")
+    if not (prompts := instructions(chain, sample.prompts)):
+        raise UserError(f"{place} has no caption, which data.control.prompts contains as {CAPTION}")
+    name, side = sample.key.removeprefix(f"{root.path}/"), max(root.resolution, default=0)
+    image = RecipeImage(sample.target, chain, seed, name, side)
+    return replace(sample, controls=(image,), prompts=prompts, mask=image if chain.mask else sample.mask)
+
+
+def _exchanged(sample: Sample, root: Root, swap: Swap) -> Sample:
+    """Return a sample that leads from its target to its first condition image."""
+    place, prompts = f"data.swap: {sample.key} of {root.path}", sample.swap_prompts or swap.prompts
+    if not sample.controls:
+        raise UserError(f"{place} has no condition image to exchange with its target")
+    if sample.rejected is not None:
+        raise UserError(f"{place} has a rejected image, which belongs to its target. Leave data.swap out")
+    if not prompts:
+        hint = "data.swap.prompts='[\"remove the hat\"]', X.swap.txt or a column swap_prompt"
+        raise UserError(f"{place} has no instruction for the way back. Give it in {hint}")
+    first, *others = sample.controls
+    return replace(sample, target=first, controls=(sample.target, *others), prompts=prompts)
