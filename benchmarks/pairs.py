@@ -1,20 +1,22 @@
-"""Draw docs/pairs.png: a good pair for training, and bad ones.
+"""Draw docs/pairs.png: a good pair for training, and bad ones; and docs/controls.png: what data.control makes.
 
     python benchmarks/pairs.py
 
-The photograph is scikit-image's astronaut: Eileen Collins, by NASA, in the public domain.
+The photographs are scikit-image's: Eileen Collins, by NASA, in the public domain; a cat and a cup of coffee, in CC0.
 """
 
 import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.labels import labelled, save_small, wrapped  # noqa: E402
 from benchmarks.shapes.photographs import edited  # noqa: E402
+from datamodules.images.recipes import RECIPES, middle  # noqa: E402
 
 SIDE, GAP, SIZE = 170, 6, 21
 INSTRUCTION = "make it snow"
@@ -53,5 +55,52 @@ def image() -> Image.Image:
     return labelled(sheet, list(kinds), ("control", "target", "instruction"))
 
 
+# The photograph of each recipe, and its strength here. The models of depth and pose are not on every machine.
+MADE = {
+    "blur": ("astronaut", 3),
+    "noise": ("coffee", 45),
+    "jpeg": ("astronaut", 6),
+    "downscale": ("chelsea", 6),
+    "grey": ("coffee", 1),
+    "fade": ("astronaut", 0.8),
+    "dust": ("chelsea", 0.8),
+    "rain_haze": ("coffee", 0.8),
+    "hole": ("astronaut", 0.15),
+    "border": ("chelsea", 0.5),
+    "text": ("coffee", 0.1),
+    "edges": ("astronaut", 1),
+    "lines": ("chelsea", 3),
+}
+MADE_SIDE, COLUMNS = 170, 5
+
+
+def controls() -> Image.Image:
+    """Return the control and the target of each recipe, side by side, in rows of pairs."""
+    import skimage.data
+
+    size, names, bands = (MADE_SIDE, MADE_SIDE), list(MADE), []
+    for first in range(0, len(names), COLUMNS):
+        band = Image.new("RGB", (COLUMNS * (2 * MADE_SIDE + GAP), MADE_SIDE + GAP), "white")
+        for place, name in enumerate(names[first : first + COLUMNS]):
+            subject, strength = MADE[name]
+            photo = ImageOps.fit(Image.fromarray(getattr(skimage.data, subject)()), size, Image.Resampling.LANCZOS)
+            random, left = np.random.default_rng(list(name.encode())), place * (2 * MADE_SIDE + GAP)
+            if (draw := RECIPES[name].draw) is None:
+                width, height = middle(size, strength, random)
+                corner = (MADE_SIDE - width) // 2, (MADE_SIDE - height) // 2
+                control = photo.crop((*corner, corner[0] + width, corner[1] + height))
+            else:
+                control = draw(photo, strength, random)
+            band.paste(control, (left + (MADE_SIDE - control.width) // 2, (MADE_SIDE - control.height) // 2))
+            band.paste(photo, (left + MADE_SIDE, 0))
+        labels = [f"{name} {MADE[name][1]}" for name in names[first : first + COLUMNS]]
+        bands.append(labelled(band, labels + [""] * (COLUMNS - len(labels)), ()))
+    sheet = Image.new("RGB", (bands[0].width, sum(band.height for band in bands)), "white")
+    for index, band in enumerate(bands):
+        sheet.paste(band, (0, sum(above.height for above in bands[:index])))
+    return sheet
+
+
 if __name__ == "__main__":
     save_small(image(), ROOT / "docs" / "pairs.png")
+    save_small(controls(), ROOT / "docs" / "controls.png")

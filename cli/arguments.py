@@ -22,7 +22,7 @@ from foundation import stores
 from foundation.errors import UserError, listing
 from foundation.internals import get_args_parser, raise_hydras_errors
 from foundation.settings import CONF, Declared, declared, text_kind
-from report.quoting import QUOTES, SECRET, is_parsed, literal, override, program, prompt_items
+from report.quoting import PROMPTS, QUOTES, SECRET, is_parsed, literal, override, program, prompt_items
 from runs.config_file import calls_another_function, is_own
 from runs.run_folder import RunFolder
 
@@ -165,7 +165,7 @@ def quote_values(arguments: list[str]) -> list[str]:
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders
                 value = os.path.abspath(value)
             argument = f"{given}={literal(value)}"
-        elif key == "prompt" and (items := prompt_items(value)):
+        elif key in PROMPTS and (items := prompt_items(value)):
             argument = f"{given}=[{','.join(one if one[0] in QUOTES else literal(one.strip()) for one in items)}]"
         quoted.append(argument)
     return quoted
@@ -235,7 +235,9 @@ def _checked(setting: str, known: Declared) -> str:
     if first := known.firsts.get(dotted):
         group = given.value()
         if not isinstance(group, dict) or not all(known.knows(f"{dotted}.{one}") for one in group):
-            return setting.replace(key, first, 1)
+            # A mapping would be merged with the present one.
+            before, _, after = setting.partition("=")
+            return f"{before.replace(key, first)}={f'[{after}]' if isinstance(group, dict) else after}"
     is_argument = known.takes_arguments(dotted) and (given.is_add() or given.is_force_add())
     if not known.knows(dotted) and not is_argument:
         refuse(known, key)

@@ -192,8 +192,9 @@ class Declared:
 
     def knows(self, key: str) -> bool:
         """Return whether a key is a setting, a mapping of settings, or part of a value such as adapter.rank_pattern."""
-        holders = (self.settings[one].rule for one in parents(key) if one in self.settings)
-        return key in self.settings or key in self.nodes or any(rule and rule.takes_keys for rule in holders)
+        holders = [(one, self.settings[one].rule) for one in parents(key) if one in self.settings]
+        takes_keys = (one in self.firsts.values() or (rule and rule.takes_keys) for one, rule in holders)
+        return key in self.settings or key in self.nodes or any(takes_keys)
 
     def takes_arguments(self, key: str) -> bool:
         """Return whether a key is below a class, whose other arguments may be set, or where classes may be added."""

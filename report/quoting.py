@@ -16,6 +16,8 @@ from foundation.errors import printable, without_credentials
 from foundation.settings import text_kind
 
 QUOTES = ("'", '"')
+# Settings of one text or several, of which `[draft]` is one.
+PROMPTS = ("prompt", "data.control.prompts", "data.swap.prompts")
 # An item in a list of prompts.
 ITEM = r"""\s*("(?:[^"\\]|\\[\s\S])*"|'(?:[^'\\]|\\[\s\S])*'|[^\s,\[\]"'][^,\[\]]*)\s*"""
 # Settings whose values are masked.
@@ -37,7 +39,7 @@ def prompt_items(value: str) -> list[str]:
 def is_parsed(key: str, value: str) -> bool:
     """Return whether Hydra must parse a value: null, lists, quotes around these or a path, and paths for a sweep."""
     ends = value[0] + value[-1] if len(value) > 1 else ""
-    if value in ("", "null", "[]") or (key == "prompt" and prompt_items(value)):
+    if value in ("", "null", "[]") or (key in PROMPTS and prompt_items(value)):
         return True
     if text_kind(key) == "path" or ends not in ("''", '""'):
         return text_kind(key) == "path" and (ends in ("''", '""', "[]") or ("," in value and not Path(value).exists()))

@@ -120,7 +120,7 @@ def _with_control(sample: Sample, root: Root, seed: int) -> Sample:
         return sample
     place = f"data.control: {sample.key} of {root.path}"
     if sample.controls:
-        hint = "Leave data.control out, or set it for other roots only, as data.root='[{path: ROOT, control: jpeg}]'"
+        hint = "Pass data.control=null, or set it for other roots only: data.root='[{path: ROOT, control: jpeg}]'"
         raise UserError(f"{place} has a condition image of its own. {hint}")
     if chain.mask and (sample.mask is not None or root.alpha_mask):
         raise UserError(f"{place} has a mask of its own. Leave it or data.control.mask out")

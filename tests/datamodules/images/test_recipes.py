@@ -335,7 +335,7 @@ def test_each_root_may_have_its_own_recipe():
 
 
 def test_a_recipe_next_to_condition_images_or_masks_is_refused(photos, pairs):
-    with pytest.raises(UserError, match=r"data.control: 00 of .* has a condition image of its own. Leave data.control"):
+    with pytest.raises(UserError, match=r"data.control: 00 of .* has a condition image of its own. Pass data.control=null"):
         data_of(pairs, "data.control.recipe=jpeg")
     assert data_of(f"[{{path: {pairs}, control: null}},{photos}]", "data.control.recipe=jpeg").training
     Image.new("L", (96, 64), 255).save(photos / "coffee_mask.png")
