@@ -33,6 +33,7 @@ REST = re.compile(r"((?:,? (?:>=|<=|>) [-\d.e]+)*)(?:, multiple of (\d+))?((?: o
 STANDS_FOR = re.compile(r"a value sets (\w+)")
 READERS = re.compile(r"(?:^|; )(?:(train\.py)|task=([\w, ]+))$")
 BOUNDS = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
+LITERALS = {"null": None, "true": True, "false": False}
 CONTAINERS = {"list": list, "mapping": dict}
 
 
@@ -65,7 +66,7 @@ class Rule:
             raise ValueError(f"not a rule: {comment}")
         bounds = tuple((sign, float(bound)) for sign, bound in re.findall(r"([<>=]+) (\S+?)(?=,|$| )", rest[1]))
         words = [*re.findall(r"\bor (\w+)", rest[3]), *filter(None, [kind[2]])]
-        also = tuple({"null": None, **CONTAINERS}.get(word, word) for word in words)
+        also = tuple({**LITERALS, **CONTAINERS}.get(word, word) for word in words)
         return cls(kind[4], bounds, int(rest[2] or 1), also, not kind[2], int(kind[3] or 0))
 
     def allows(self, value: Any) -> bool:
@@ -103,8 +104,9 @@ class Rule:
             kind += f" above {bounds['>']:g}" if ">" in bounds else f" from {bounds['>=']:g}"
             kind += f" to {bounds['<=']:.10g}" if "<=" in bounds else "" if ">" in bounds else " on"
         thing = "TEXT" if self.is_text else "NUMBER"
-        names = {None: "null", list: f"a list of {self.length or 'them'}", dict: f"a mapping {{PATTERN:{thing}}}"}
-        others = " or ".join(names.get(one, one) for one in self.also)
+        literals = {value: word for word, value in LITERALS.items()}
+        names = {list: f"a list of {self.length or 'them'}", dict: f"a mapping {{PATTERN:{thing}}}"}
+        others = " or ".join(names.get(one, literals.get(one, one)) for one in self.also)
         if not self.alone:
             return f"{others} with {kind} each"
         return f"{kind} or {others}" if others else kind

@@ -16,7 +16,7 @@ DEPTH = "depth-anything/Depth-Anything-V2-Small-hf"
 POSE = "usyd-community/vitpose-base-simple"
 PEOPLE = "PekingU/rtdetr_r50vd_coco_o365"
 # Probabilities from which on a person and a joint are believed, as in transformers' example of ViTPose.
-BELIEVED = 0.3
+CONFIDENT = 0.3
 # Pairs of COCO's 17 joints.
 LIMBS = (
     *((15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10)),
@@ -59,7 +59,7 @@ def pose(image: Image.Image, name: str, random: np.random.Generator) -> Image.Im
     """Return the limbs of all people, each kind in a colour of its own, on black."""
     finder, model = _loaded("AutoImageProcessor", PEOPLE), _loaded("AutoModelForObjectDetection", PEOPLE)
     outputs, sizes = model(**finder(images=image, return_tensors="pt")), torch.tensor([(image.height, image.width)])
-    [found] = finder.post_process_object_detection(outputs, threshold=BELIEVED, target_sizes=sizes)
+    [found] = finder.post_process_object_detection(outputs, threshold=CONFIDENT, target_sizes=sizes)
     labels = [str(model.config.id2label[label]) for label in found["labels"].tolist()]
     boxes = found["boxes"].float().numpy()[[label.lower() == "person" for label in labels]]
     boxes[:, 2:] -= boxes[:, :2]  # left, top, width, height
@@ -67,7 +67,7 @@ def pose(image: Image.Image, name: str, random: np.random.Generator) -> Image.Im
     if len(boxes):
         processor, model = _loaded("AutoImageProcessor", name), _loaded("VitPoseForPoseEstimation", name)
         outputs = model(**processor(image, boxes=[boxes], return_tensors="pt"))
-        [persons] = processor.post_process_pose_estimation(outputs, boxes=[boxes], threshold=BELIEVED)
+        [persons] = processor.post_process_pose_estimation(outputs, boxes=[boxes], threshold=CONFIDENT)
     pen, width = ImageDraw.Draw(drawn), max(2, round(min(image.size) / 100))
     for person in persons:
         joints = dict(zip(person["labels"].tolist(), person["keypoints"].tolist(), strict=True))

@@ -143,8 +143,7 @@ class Listing:
             else:
                 images[end][stem.removesuffix(end)] = path
         stems = {*images[control], *images[target]}
-        names = {stem: dict.fromkeys((stem, stem + target)) for stem in stems}
-        names |= {f"{stem}{SWAP}": {f"{stem}{SWAP}": None} for stem in stems}
+        names = {s: dict.fromkeys((s, s + target)) for s in stems} | {s + SWAP: {s + SWAP: None} for s in stems}
         texts = {stem: [path for name in both for path in self.texts.get(name, [])] for stem, both in names.items()}
         first, second = (dict(sorted(images[end].items())) for end in (control, target))
         return (

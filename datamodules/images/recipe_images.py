@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from datamodules.images.recipes import CAPTION, RECIPES, Chain, hole_mask, instructions, middle
-from datamodules.images.samples import Found, ImageFile, Root, Sample, Swap
+from datamodules.images.recipes import CAPTION_PLACE, RECIPES, Chain, hole_mask, instructions, middle
+from datamodules.images.samples import Found, ImageFile, Root, Sample
 from foundation.errors import UserError
 from foundation.files import Packed, file_signature
 
@@ -45,7 +45,7 @@ class RecipeImage(Packed):
 
     @property
     def recipe(self) -> str:
-        """All that it depends on besides the other image, the view and the variant."""
+        """Text of the recipe and of its seeds, without the view and the variant."""
         return f"{self.chain} {self.seed} {self.name}"
 
     def without_recipe(self) -> "RecipeImage":
@@ -107,11 +107,10 @@ def with_controls(found: Found, roots: Sequence[Root], seed: int) -> Found:
     """
     samples = [_with_control(one, roots[one.root], seed) for one in found.samples]
     for number, root in enumerate(roots):
-        if root.swap is not None:
-            keys = [one.key for one in samples if one.root == number]
-            keys.sort(key=lambda key: hashlib.sha256(key.encode()).digest())
-            chosen = {*keys[: round(root.swap.share * len(keys))]}
-            samples = [_exchanged(one, root, root.swap) if one.key in chosen else one for one in samples]
+        keys = [one.key for one in samples if one.root == number]
+        keys.sort(key=lambda key: hashlib.sha256(key.encode()).digest())
+        chosen = {*keys[: round(root.swap * len(keys))]}
+        samples = [_exchanged(one, root) if one.key in chosen else one for one in samples]
     return replace(found, samples=samples)
 
 
@@ -125,15 +124,15 @@ def _with_control(sample: Sample, root: Root, seed: int) -> Sample:
     if chain.mask and (sample.mask is not None or root.alpha_mask):
         raise UserError(f"{place} has a mask of its own. Leave it or data.control.mask out")
     if not (prompts := instructions(chain, sample.prompts)):
-        raise UserError(f"{place} has no caption, which data.control.prompts contains as {CAPTION}")
+        raise UserError(f"{place} has no caption, which data.control.prompts contains as {CAPTION_PLACE}")
     name, side = sample.key.removeprefix(f"{root.path}/"), max(root.resolution, default=0)
     image = RecipeImage(sample.target, chain, seed, name, side)
     return replace(sample, controls=(image,), prompts=prompts, mask=image if chain.mask else sample.mask)
 
 
-def _exchanged(sample: Sample, root: Root, swap: Swap) -> Sample:
+def _exchanged(sample: Sample, root: Root) -> Sample:
     """Return a sample that leads from its target to its first condition image."""
-    place, prompts = f"data.swap: {sample.key} of {root.path}", sample.swap_prompts or swap.prompts
+    place, prompts = f"data.swap: {sample.key} of {root.path}", sample.swap_prompts or root.swap_prompts
     if not sample.controls:
         raise UserError(f"{place} has no condition image to exchange with its target")
     if sample.rejected is not None:

@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,12 @@ from datamodules.images.estimators import DEPTH, POSE, depth, pose
 from foundation.errors import UserError
 
 # The image's caption in an instruction.
-CAPTION = "[caption]"
+CAPTION_PLACE = "[caption]"
 # Colours of faded paper, of holes, and of haze.
 PAPER, GRAY, AIR = (236, 220, 180), (128, 128, 128), 225.0
 # Sides by which marks are scaled, and the factor at which they are drawn, for smooth edges.
 UNIT, SMOOTH = 512, 2
 WORDS = ("SAMPLE", "PREVIEW", "DRAFT", "PROOF", "COPYRIGHT", "DO NOT COPY", "Summer holidays", "12/08/1998 14:05")
-MOST_VARIANTS = 100
 
 
 # Damage.
@@ -121,15 +121,11 @@ def hole_mask(size: tuple[int, int], share: float, random: np.random.Generator) 
 
 
 def middle(size: tuple[int, int], share: float, random: np.random.Generator) -> tuple[int, int]:
-    """Return the size of the middle without `share` of the area, in steps of 16: less wide, less high, or both.
-
-    A side of 16 pixels stays.
-    """
-    kept = [(1 - share, 1), (1, 1 - share), ((1 - share) ** 0.5,) * 2]
-    shares = kept[random.integers(3)]
+    """Return the size of the middle without `share` of the area, in steps of 16: less wide, less high, or both."""
+    kept = ((1 - share, 1), (1, 1 - share), ((1 - share) ** 0.5,) * 2)[random.integers(3)]
     width, height = (
-        side if share == 1 else max(16, min(side - 16, round(side * share / 16) * 16))
-        for side, share in zip(size, shares, strict=True)
+        side if part == 1 else max(16, min(side - 16, round(side * part / 16) * 16))
+        for side, part in zip(size, kept, strict=True)
     )
     return width, height
 
@@ -138,7 +134,7 @@ def text(image: Image.Image, height: float, random: np.random.Generator) -> Imag
     """Write words over the image in a font of matplotlib: tiled and turned as a watermark, or once with an outline.
 
     Args:
-        height: of the letters, as a share of the shorter side.
+        height: height of the letters as a share of the shorter side.
     """
     size, fonts = max(6, round(height * min(image.size))), _fonts()
     words, font = random.choice(WORDS), ImageFont.truetype(random.choice(fonts), size)
@@ -162,7 +158,7 @@ def text(image: Image.Image, height: float, random: np.random.Generator) -> Imag
 # Outlines.
 
 
-def edges(image: Image.Image, sigma: float, random: np.random.Generator) -> Image.Image:
+def canny_edges(image: Image.Image, sigma: float, random: np.random.Generator) -> Image.Image:
     """Return scikit-image's Canny edges after a Gaussian of `sigma` pixels, white on black."""
     from skimage.color import rgb2gray
     from skimage.feature import canny
@@ -230,10 +226,10 @@ RECIPES = {
     "fade": Recipe(fade, (0.4, 1), (0, 1), "restore the faded colors | restore this old photo | remove the yellowing"),
     "dust": Recipe(dust, (0.2, 1), (0, 1), "remove the scratches and dust | repair this scanned photo"),
     "rain_haze": Recipe(rain_haze, (0.3, 1), (0, 1), "remove the rain and haze | make the weather clear"),
-    "hole": Recipe(hole, (0.05, 0.3), (0, 0.9), "fill in the gray area | complete the missing part"),
-    "border": Recipe(None, (0.2, 0.5), (0, 0.9), "extend the image | continue the image beyond its edges"),
+    "hole": Recipe(hole, (0.05, 0.3), (0.001, 0.9), "fill in the gray area | complete the missing part"),
+    "border": Recipe(None, (0.2, 0.5), (0.001, 0.9), "extend the image | continue the image beyond its edges"),
     "text": Recipe(text, (0.05, 0.12), (0.01, 0.5), "remove the text | remove the watermark | erase the letters"),
-    "edges": Recipe(edges, (1, 2), (0.1, 20), "turn these edges into a photo | make a photo from this outline"),
+    "edges": Recipe(canny_edges, (1, 2), (0.1, 20), "turn these edges into a photo | make a photo from this outline"),
     "lines": Recipe(lines, (2, 5), (0.5, 100), "turn this drawing into a photo | make a photo from this sketch"),
     "depth": Recipe(depth, DEPTH, (0, 0), "turn this depth map into a photo | make a photo with this depth"),
     "pose": Recipe(pose, POSE, (0, 0), "turn this pose into a photo | make a photo of people in this pose"),
@@ -285,41 +281,31 @@ class Chain:
         return ", ".join(map(str, self.steps)) + (" in any order" if self.shuffle else "")
 
 
-def as_texts(place: str, given: Any) -> tuple[str, ...]:
-    """Return one text or several; raise a UserError for anything else."""
-    texts = (given,) if isinstance(given, str) else tuple(given or ())
-    if not all(isinstance(one, str) and one.strip() for one in texts):
-        raise UserError(f"{place}={given}: must be text, or a list of texts")
-    return texts
+def as_texts(given: Any) -> tuple[str, ...]:
+    """Return one text or several."""
+    return (given,) if isinstance(given, str) else tuple(map(str, given or ()))
 
 
-def as_chain(place: str, given: Mapping[str, Any] | None) -> Chain | None:
+def as_chain(place: str, recipe: Any, shuffle: bool, variants: int, prompts: Any, mask: bool) -> Chain | None:
     """Return the setting of a root; None without a recipe.
 
     Args:
         place: the setting in messages.
-        given: recipe, shuffle, variants, prompts and mask.
+        recipe: a name, a mapping of names to strengths, or a list of these. The others: see `Chain`.
 
     Raises:
-        UserError: a recipe is unknown, or a value is out of its range.
+        UserError: a recipe is unknown, or a strength is out of its range.
     """
-    if given is None or (recipe := given["recipe"]) in (None, [], {}):
-        return None
-    entries = recipe if isinstance(recipe, list | tuple) else [recipe]
+    entries = recipe if isinstance(recipe, list | tuple) else [recipe] if recipe else []
     pairs = [one for entry in entries for one in (entry.items() if isinstance(entry, Mapping) else [(entry, None)])]
-    steps = tuple(_as_step(place, *pair) for pair in pairs)
-    if sum(step.name == "border" for step in steps) > 1:
+    chain = Chain(tuple(_as_step(place, *pair) for pair in pairs), shuffle, variants, as_texts(prompts), mask)
+    if chain.has("edges") and find_spec("skimage") is None:
+        raise UserError(f"{place}=edges needs scikit-image. Run pip install 'retouch[edges]'.")
+    if sum(step.name == "border" for step in chain.steps) > 1:
         raise UserError(f"{place}={recipe}: border can only be once in a chain")
-    prompts, variants = as_texts(f"{place}.prompts", given["prompts"]), given["variants"]
-    if type(variants) is not int or not 1 <= variants <= MOST_VARIANTS:
-        raise UserError(f"{place}.variants={variants}: must be a whole number from 1 to {MOST_VARIANTS}")
-    for key in ("shuffle", "mask"):
-        if not isinstance(given[key], bool):
-            raise UserError(f"{place}.{key}={given[key]}: must be true or false")
-    chain = Chain(steps, given["shuffle"], variants, prompts, given["mask"])
-    if chain.mask and not chain.has("hole"):
+    if mask and chain.steps and not chain.has("hole"):
         raise UserError(f"{place}.mask=true needs the recipe hole, whose mask weights the loss")
-    return chain
+    return chain if chain.steps else None
 
 
 def _as_step(place: str, name: Any, value: Any) -> Step:
@@ -350,5 +336,5 @@ def instructions(chain: Chain, captions: Sequence[str]) -> tuple[str, ...]:
         name = "border" if chain.has("border") else chain.steps[0].name
         usual = RECIPES[name].prompts if len(chain.steps) == 1 or name == "border" else RESTORE
         return tuple(filter(None, captions)) or tuple(usual.split(" | "))
-    found = [one.replace(CAPTION, caption) for one in chain.prompts for caption in captions or (CAPTION,)]
-    return () if any(CAPTION in one for one in found) else tuple(dict.fromkeys(found))
+    found = [one.replace(CAPTION_PLACE, caption) for one in chain.prompts for caption in captions or (CAPTION_PLACE,)]
+    return () if any(CAPTION_PLACE in one for one in found) else tuple(dict.fromkeys(found))

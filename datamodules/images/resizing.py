@@ -149,6 +149,8 @@ class Framing:
         Raises:
             UserError: the target is too small.
         """
+        if recipe_image_of(sample) is None:
+            return windows
         found, rules = [], self.condition_images
         for window, image in zip(windows, (sample.target, *sample.controls), strict=True):
             if isinstance(image, RecipeImage) and image.chain.has("border"):

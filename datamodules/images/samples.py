@@ -1,16 +1,16 @@
 """Samples: their images and captions, and the settings of the root that holds them."""
 
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from datamodules.images.recipes import RECIPES, Chain, as_chain, as_texts
 from foundation.errors import UserError, listing, printable
 from foundation.files import Packed, file_signature
+from foundation.settings import Rule, declared
 
 # Both sides of every image are at least this long.
 SIDE_MULTIPLE = 16
@@ -80,18 +80,6 @@ class Slice(Packed):
         return self.name
 
 
-class Swap(NamedTuple):
-    """The setting data.swap of a root.
-
-    Attributes:
-        share: share of the samples whose target and first condition image are exchanged.
-        prompts: their instructions, unless they have their own.
-    """
-
-    share: float
-    prompts: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Root:
     """An entry of data.root with the settings of its samples.
@@ -108,7 +96,8 @@ class Root:
         caption_per_line: treat each line of a text file as a caption, not the whole file.
         alpha_mask: use the alpha channel of targets as the mask of the loss.
         control: recipes that make the condition image of each sample; None for none.
-        swap: samples that are trained from target to control; None for none.
+        swap: share of the samples that are trained from target to control.
+        swap_prompts: their instructions, unless they have their own.
         require_prompt: treat a sample without a caption as incomplete. Not a setting.
         others: paths of all roots, whose files are theirs. Not a setting.
     """
@@ -124,7 +113,8 @@ class Root:
     caption_per_line: bool = True
     alpha_mask: bool = False
     control: Chain | None = None
-    swap: Swap | None = None
+    swap: float = 0.0
+    swap_prompts: tuple[str, ...] = ()
     require_prompt: bool = True
     others: tuple[str, ...] = ()
 
@@ -195,17 +185,13 @@ Source = Callable[[list[Root]], Found]
 # Settings of roots.
 
 
-def _is_whole(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _are_sides(value: Any) -> bool:
-    sides = value if isinstance(value, list | tuple) else [value]
-    return value is None or (bool(sides) and all(_is_whole(side, SIDE_MULTIPLE, LONGEST_SIDE) for side in sides))
+# Settings of a root, and the rules of those that conf/ does not declare for all roots.
+GROUPED = ("control", "swap")
+ROOT_SETTINGS = (
+    *("repeats", "weight", "resolution", "prefix", "trigger_word", "columns", "pair_suffixes"),
+    *("caption_per_line", "alpha_mask", *GROUPED),
+)
+ROOT_RULES = {"repeats": Rule.parse(f"int >= 1, <= {MOST_REPEATS}"), "weight": Rule.parse("float >= 0")}
 
 
 def _are_suffixes(value: Any) -> bool:
@@ -213,19 +199,11 @@ def _are_suffixes(value: Any) -> bool:
     return not ends or (len(set(ends)) == len(ends) == 2 and all(isinstance(end, str) for end in ends))
 
 
-# Checks of the settings of a root, and the allowed values in words.
-ROOT_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "repeats": (lambda value: _is_whole(value, 1, MOST_REPEATS), f"a whole number from 1 to {MOST_REPEATS}"),
-    "weight": (_is_weight, "a number from 0 on"),
-    "resolution": (_are_sides, f"a whole number from {SIDE_MULTIPLE} to {LONGEST_SIDE}, a list of them, or null"),
-    "prefix": (lambda value: isinstance(value, str), "text"),
-    "trigger_word": (lambda value: value is None or isinstance(value, str), "text or null"),
-    "columns": (lambda value: value is None or isinstance(value, Mapping), "as {control: photo, target: graded}"),
-    "pair_suffixes": (_are_suffixes, "two different endings, as [_before,_after]"),
-    **dict.fromkeys(("caption_per_line", "alpha_mask"), (lambda value: isinstance(value, bool), "true or false")),
-    # These have errors of their own.
-    **dict.fromkeys(("control", "swap"), (lambda value: True, "")),
-}
+def _require(place: str, key: str, value: Any) -> None:
+    """Raise a UserError for a value that a setting of a root may not have."""
+    rule = ROOT_RULES.get(key) or declared("train").settings[f"data.{key}"].rule
+    if rule is not None and not rule.allows(value):
+        raise UserError(f"{place}={value}: must be {rule}")
 
 
 def as_roots(name: str, value: RootSetting, settings: Mapping[str, Any]) -> list[Root]:
@@ -249,38 +227,38 @@ def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
         raise UserError(f"data.{name}={own}: the path is missing. Write {{path: FOLDER, repeats: 2}}")
     if printable(path) != path:
         raise UserError(f"data.{name}={printable(path)}: the name is not UTF-8: rename it, or give a link to it")
-    chosen = {**settings, **own, "path": path}
-    for key, (allows, what) in ROOT_SETTINGS.items():
-        if key in chosen and not allows(chosen[key]):
-            place = f"data.{name}={path}: " if key in own else "data."
-            raise UserError(f"{place}{key}={chosen[key]}: must be {what}")
+    places = {key: f"data.{name}={path}: {key}" if key in own else f"data.{key}" for key in ROOT_SETTINGS}
+    chosen = {
+        key: _group(places[key], key, value, settings) for key, value in {**settings, **own}.items() if key != "path"
+    }
     sides, ends = chosen.get("resolution"), chosen.get("pair_suffixes")
+    if not _are_suffixes(ends):
+        raise UserError(f"{places['pair_suffixes']}={ends}: must be two different endings, as [_before,_after]")
     chosen["resolution"] = tuple(dict.fromkeys([] if sides is None else [sides] if isinstance(sides, int) else sides))
     chosen["columns"] = chosen.get("columns") or {}
     chosen["pair_suffixes"] = tuple(map(nfc, ends)) if ends else None
-    for key, parse in (("control", as_chain), ("swap", _as_swap)):
-        place = f"data.{name}={path}: {key}" if key in own else f"data.{key}"
-        chosen[key] = parse(place, _settings_of(place, settings.get(key), chosen.get(key)))
-    return Root(**chosen)
+    chosen["control"] = as_chain(places["control"], **chosen["control"]) if chosen.get("control") else None
+    swap = chosen.get("swap") or {"share": 0, "prompts": ()}
+    chosen |= {"swap": float(swap["share"]), "swap_prompts": as_texts(swap["prompts"])}
+    return Root(**{**chosen, "path": path})
 
 
-def _settings_of(place: str, usual: Mapping[str, Any] | None, given: Any) -> Mapping[str, Any] | None:
-    """Return a group of settings, of which a root may give only the first one, as its value."""
-    if not usual:
-        return None
-    is_group = isinstance(given, Mapping) and bool(given) and not any(one in RECIPES for one in given)
-    own = given if is_group else {next(iter(usual)): given}
+def _group(place: str, key: str, value: Any, settings: Mapping[str, Any]) -> Any:
+    """Return the value of a setting, checked; of a group of settings, all of them, where a root may give only some.
+
+    A value that is no group of settings is that of the first one.
+    """
+    usual = settings.get(key)
+    if key not in GROUPED or not usual:
+        _require(place, key, value)
+        return value
+    is_group = isinstance(value, Mapping) and bool(value) and not any(one in RECIPES for one in value)
+    own = value if is_group else {next(iter(usual)): value}
     if unknown := own.keys() - usual.keys():
         raise UserError(f"{place}: there is no {listing(sorted(unknown))}. Choose {', '.join(usual)}.")
+    for name, one in own.items():
+        _require(f"{place}.{name}", f"{key}.{name}", one)
     return {**usual, **own}
-
-
-def _as_swap(place: str, given: Mapping[str, Any] | None) -> Swap | None:
-    if given is None or given["share"] is None:
-        return None
-    if not isinstance(share := given["share"], bool | int | float) or not 0 <= share <= 1:
-        raise UserError(f"{place}={share}: must be true, false, or a share from 0 to 1")
-    return Swap(share, as_texts(f"{place}.prompts", given["prompts"])) if share else None
 
 
 def with_settings(found: Found, roots: Sequence[Root]) -> Found:

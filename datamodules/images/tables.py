@@ -36,9 +36,9 @@ COMMON = {
     "preferred preferred_image, image, images, img, picture, photo, file_name, path, jpg, jpeg, png, webp",
     "prompt": "txt, edit_prompt, edit_instruction, editing_instruction, instruction, instructions, prompt, prompts, "
     "captions, caption, text, description, edit, json",
-    "swap_prompt": "swap_prompt",
     "mask": "mask mask_image mask_img",
     "rejected": "rejected rejected_image, dispreferred dispreferred_image",
+    "swap_prompt": "swap_prompt",
 }
 PAIRS = "is a set of pairs, for data=cached and a model that edits; data=captions takes single images"
 NOUNS = {"control": "column of condition images", "target": "column of targets", "prompt": "column of prompts"}

@@ -121,7 +121,7 @@ def test_other_extensions_are_noted_with_their_zoom():
     root, facts = Root("", resolution=(128,)), [[Facts(*size, False, False, "") for size in ((300, 160), (128, 128))]]
     seen = views(framing("exact"), (300, 160), (128, 128), root=root)
     notes = notes_on(seen, facts, [root], framing("exact"), "pairs")
-    assert re.match(r"1 pair has control and target of different proportions, .* by up to 1\.94 times", notes[-1])
+    assert re.match(r"1 pair has control and target of different sizes, .* by up to 1\.94 times", notes[-1])
 
 
 @given(SIDES, SIDES, st.sampled_from([256, 1024]))
