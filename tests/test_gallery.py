@@ -2,31 +2,31 @@
 
 import io
 import json
-import random
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from benchmarks import gallery
+from datamodules.images.recipes import RECIPES
+from report.images import read_strip
+from runs.run_folder import RunFolder
 from tests.support.commands import compose, run_here
-from tests.support.pictures import photograph
+from tests.support.pictures import photograph, records
 
 
 def test_the_page_is_what_the_command_writes():
-    records = json.loads(gallery.RECORDS.read_text()) if gallery.RECORDS.is_file() else {}
+    known = json.loads(gallery.RECORDS.read_text()) if gallery.RECORDS.is_file() else {}
     page = gallery.PAGE.read_text(encoding="utf-8")
-    assert gallery.written(page, records) == page
-    assert page.count("not yet run") == len(gallery.EDITS) - len(records)
+    assert gallery.written(page, known) == page
+    assert page.count("not yet run") == len(gallery.EDITS) - len(known)
 
 
-@pytest.mark.parametrize("edit", gallery.EDITS.values(), ids=gallery.EDITS)
-def test_a_rule_makes_the_same_control_of_a_photograph_each_time(edit):
-    photo = photograph("coffee", 96, 64)
-    one, again = (edit.rule(photo, random.Random("coffee.jpg")) for _ in range(2))
-    assert (one.size, one.mode) == (photo.size, "RGB")
-    assert one.tobytes() == again.tobytes() != photo.tobytes()
-    compose("train", *edit.model, *edit.placement, *gallery.SETTINGS)
+@pytest.mark.parametrize("name", gallery.EDITS)
+def test_an_edit_is_a_recipe_with_a_model_that_keeps_the_scale_of_its_condition_image(name):
+    cfg = compose("train", f"data.control.recipe={name}", *gallery.EDITS[name].split(), *gallery.SETTINGS)
+    assert cfg.model.get("vae_image_size") is None
+    assert name in RECIPES
 
 
 def test_photographs_that_name_another_creator_are_not_downloaded(monkeypatch, tmp_path):
@@ -49,11 +49,12 @@ def test_photographs_that_name_another_creator_are_not_downloaded(monkeypatch, t
 
 
 @pytest.mark.slow
-def test_an_edit_is_trained_applied_and_shown_and_resumes(tiny, tmp_path, monkeypatch):
-    photos = tmp_path / "photos"
-    photos.mkdir()
+def test_edits_are_trained_applied_and_shown_and_resume(tiny, tmp_path, monkeypatch):
+    (photos := tmp_path / "photos").mkdir()
     for number in range(6):
-        photograph(("coffee", "astronaut", "chelsea")[number % 3], 48, 32 + number).save(photos / f"{number}.png")
+        photograph(("coffee", "astronaut", "chelsea")[number % 3], 96, 64 + 16 * (number % 2)).save(
+            photos / f"{number}.png"
+        )
     scripts = []
 
     def run(command):
@@ -72,24 +73,40 @@ def test_an_edit_is_trained_applied_and_shown_and_resumes(tiny, tmp_path, monkey
         "predict.py": ["trainer.accelerator=cpu", "num_inference_steps=2"],
     }
     monkeypatch.setattr(gallery.subprocess, "run", run)
-    monkeypatch.setitem(gallery.EDITS, "jpeg", gallery.EDITS["jpeg"]._replace(model=("model=flux_kontext",)))
-    page = tmp_path / "gallery.md"
+    page, out, edits = tmp_path / "gallery.md", tmp_path / "out", ("jpeg", "border")
+    for name in edits:
+        monkeypatch.setitem(gallery.EDITS, name, "model=flux_kontext")
     page.write_text("before\n<!-- edits -->\nold\n<!-- end -->\nafter\n")
     settings = [f"model.pretrained_model_name_or_path={tiny}", "model.dtype=float32", "trainer.max_steps=2"]
     settings += ["model.sampling.num_inference_steps=2", "adapter.rank=2"]
-    command = ["--edits", "jpeg", "--photos", str(photos), "--output", str(tmp_path / "out"), *settings]
+    command = ["--edits", *edits, "--photos", str(photos), "--output", str(out), *settings]
     gallery.main(command, tmp_path / "records.json", page)
-    figures = json.loads((tmp_path / "records.json").read_text())["jpeg"]
-    assert figures["steps"] == 2
-    assert figures["memory"] > 0.1
-    text = page.read_text()
-    assert f"{figures['minutes']:g} minutes, {figures['memory']:.1f} GB, PSNR {figures['psnr']:.1f} dB" in text
-    assert text.count("not yet run") == 4
+    text, made = page.read_text(), json.loads((tmp_path / "records.json").read_text())
+    for name in edits:
+        figures = made[name]
+        assert figures["steps"] == 2
+        assert figures["memory"] > 0.1
+        assert f"{figures['minutes']:g} minutes, {figures['memory']:.1f} GB, PSNR {figures['psnr']:.1f} dB" in text
+        assert f"](gallery_{name}.jpg)" in text
+        assert np.asarray(Image.open(tmp_path / f"gallery_{name}.jpg")).std() > 20
+        ran = RunFolder(out / name / "run")
+        seen = Image.open(ran.control)
+        assert seen.tobytes() == Image.open(out / name / "held_out-0.png").tobytes(), "as training saw it"
+        for number in range(4):
+            control, folder = out / name / f"held_out-{number}.png", out / name / f"held_out-{number}"
+            strip = read_strip(ran.samples_of(2) / f"{number + 2}.png")
+            if name == "jpeg":
+                assert strip.controls[0].tobytes() == Image.open(control).tobytes()
+            else:
+                assert Image.open(control).size != strip.target.size
+            for record, scale in zip(records(folder), (0, 1), strict=True):
+                assert (record["image"], record["lora_scale"]) == (str(control), scale)
+                assert record["prompt"] == RECIPES[name].prompts.split(" | ")[0]
+                assert Image.open(folder / record["file"]).size == strip.target.size
+    assert text.count("not yet run") == 3
     assert text.startswith("before\n")
     assert text.endswith("-->\nafter\n")
-    grid = Image.open(tmp_path / "gallery_jpeg.jpg")
-    assert "](gallery_jpeg.jpg)" in text
-    assert np.asarray(grid).std() > 20
+    assert scripts == ["train.py", *["predict.py"] * 4] * 2
     gallery.main(command, tmp_path / "records.json", page)
-    assert scripts == ["train.py", "predict.py", "train.py"], "the second train.py reports that it is finished"
+    assert scripts[10:] == ["train.py"] * 2, "which reports that it is finished"
     assert page.read_text() == text
