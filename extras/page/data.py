@@ -22,11 +22,12 @@ from starlette.routing import Route
 from cli.arguments import hydras_errors, read_values
 from cli.check_keys import check_keys, check_read
 from cli.check_values import check_ranges
+from datamodules.images.recipe_images import recipe_image_of, with_controls
 from datamodules.images.samples import Sample
 from extras.page.answers import entry, page, post
 from extras.page.jobs import Jobs, user_of
 from extras.page.runs import DECODING, SMALL, Shelf, tail
-from extras.page.start import arguments_of, asked_by, composed
+from extras.page.start import arguments_of, asked_by, composed, typed
 from foundation.errors import UserError
 from foundation.files import read_text, reading, replacing
 from foundation.settings import declared
@@ -85,6 +86,8 @@ def images_of(sample: Sample) -> dict[str, Any]:
 def caption_of(sample: Sample) -> tuple[str, bool]:
     """Return a caption as it is on the disk, and whether it can be edited here."""
     if sample.caption_file is None or sample.caption_file.suffix.lower() == ".json":
+        return "\n".join(sample.prompts), False
+    if recipe_image_of(sample) and not sample.caption_file.exists():
         return "\n".join(sample.prompts), False
     return _text(read_text(sample.caption_file)) if sample.caption_file.exists() else "", True
 
@@ -197,8 +200,10 @@ class DataPage:
         try:
             arguments = arguments_of(form)
             chosen = [one for one in arguments if re.match(r"[+~]*data[.=]", one)]
-            choices = composed(*read_values(arguments, "train")).hydra.runtime.choices
-            key = self._scan([f"model={choices.model}", *chosen])
+            cfg = composed(*read_values(arguments, "train"))
+            recipe = OmegaConf.select(cfg, "data.control.recipe")  # of the goal
+            recipes = [] if recipe is None else [f"data.control={typed(OmegaConf.to_object(recipe))}"]
+            key = self._scan([f"model={cfg.hydra.runtime.choices.model}", *recipes, *chosen])
         except UserError as error:  # while images are still being uploaded
             return page("found.html", problem=str(error))
         data = self.sets[key]
@@ -218,7 +223,8 @@ class DataPage:
             check_read("inspect", given)
             (data := instantiate(cfg.data, _convert_="all")).configure_for(without_network(cfg.model))
         key, whole = hashlib.sha256(shlex.join(words).encode()).hexdigest()[:12], data.sample_set
-        found, known = whole.find_uncaptioned_too(), whole.scan().samples if whole.val_roots else []
+        found = with_controls(whole.find_uncaptioned_too(), whole.roots, whole.seed)
+        known = whole.scan().samples if whole.val_roots else []
         samples = {one.key: one for one in (*found.samples, *filter(whole.is_held_out, known))}
         jobs = {task: RunFolder(self.shelf.outputs / "studio" / key / task) for task in ("inspect", "caption")}
         self.sets[key] = DataSet(words, whole, samples, found.notes, jobs)

@@ -98,7 +98,7 @@ def composed(*choices: str, script: str = "train") -> Any:
         return compose_settings(CONF, script, list(choices))
 
 
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
     """Return a value as it is typed after KEY= on the command line."""
     text = json.dumps(value, ensure_ascii=False, default=list)
     text = re.sub(r'"(\S+)": ', r"\1: ", text) if not isinstance(value, str) else text  # Hydra quotes no keys
@@ -111,10 +111,10 @@ def _differing(settings: Any, defaults: Any, start: str = "") -> Iterator[tuple[
         if isinstance(value, dict) and isinstance(defaults.get(key, {}), dict):
             yield from _differing(value, defaults.get(key, {}), f"{start}{key}.")
         elif value != defaults.get(key, ...):
-            typed = _typed(value)
+            text = typed(value)
             if text_kind(f"{start}{key}") == "text" and isinstance(value, str):
-                typed = literal(value) if is_parsed(f"{start}{key}", value) else value
-            yield f"{'' if key in defaults else '+'}{start}{key}", typed
+                text = literal(value) if is_parsed(f"{start}{key}", value) else value
+            yield f"{'' if key in defaults else '+'}{start}{key}", text
 
 
 def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
@@ -205,7 +205,7 @@ class StartPage:
         cfg, usual = composed(*chosen), composed(*(one for one in chosen if not one.startswith("model=")))
         choices, known = cfg.hydra.runtime.choices, declared("train")
         values = {key: OmegaConf.select(cfg, key, default=..., throw_on_missing=False) for key in fields()}
-        shown = [(key, fields()[key], _typed(value)) for key, value in values.items() if value is not ...]
+        shown = [(key, fields()[key], typed(value)) for key, value in values.items() if value is not ...]
         name, memory = Path(run_folder(None)).name, _memory_of(asked)
         return page(
             "start.html",

@@ -113,7 +113,10 @@ def test_a_root_has_its_own_settings_and_inherits_the_others():
         ({"repeats": 2}, r"the path is missing. Write \{path: FOLDER, repeats: 2\}"),
         ({"path": "x", "repeat": 2}, "a root has no setting repeat; choose from path, repeats, weight, resolution"),
         ({"path": "x", "repeats": 0}, "data.root=x: repeats=0: must be a whole number from 1 to 10000"),
-        ({"path": "x", "resolution": 8}, "resolution=8: must be a whole number from 16 to 4096 or null or a list of them"),
+        (
+            {"path": "x", "resolution": 8},
+            "resolution=8: must be a whole number from 16 to 4096 or null or a list of them",
+        ),
         ({"path": "x", "columns": ["a"]}, "columns=.*: must be null or a mapping {PATTERN:TEXT} with text each"),
         ({"path": "x", "pair_suffixes": ["_a", "_a"]}, "pair_suffixes=.*: must be two different endings"),
     ],
