@@ -45,8 +45,8 @@ class RecipeImage(Packed):
 
     @property
     def recipe(self) -> str:
-        """Text of the recipe and of its seeds, without the view and the variant."""
-        return f"{self.chain} {self.seed} {self.name}"
+        """Text that changes with anything that it depends on, besides the other image, the view and the variant."""
+        return f"{self.chain.identity} {self.seed} {self.name}"
 
     def without_recipe(self) -> "RecipeImage":
         """Return the other image as training sees it."""

@@ -5,6 +5,7 @@ Strengths are drawn uniformly from a range. All randomness comes from the genera
 
 import difflib
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont, ImageOps
 
-from datamodules.images.estimators import DEPTH, POSE, depth, pose
+from datamodules.images.estimators import DEPTH, PEOPLE, POSE, depth, identity, pose
 from foundation.errors import UserError
 
 # The image's caption in an instruction.
@@ -276,8 +277,14 @@ class Chain:
         """Return whether a recipe is in the chain."""
         return any(step.name == name for step in self.steps)
 
+    @property
+    def identity(self) -> str:
+        """Text that changes with the recipes, their strengths and their models' weights; UserError without a model."""
+        models = [step.usual for step in self.steps if isinstance(step.usual, str)]
+        return " ".join([str(self), *map(identity, models), *([identity(PEOPLE)] if self.has("pose") else [])])
+
     def __str__(self) -> str:
-        """Return all that its condition images depend on: `blur 1 to 4, jpeg 20`."""
+        """Return its recipes with their strengths: `blur 1 to 4, jpeg 20`."""
         return ", ".join(map(str, self.steps)) + (" in any order" if self.shuffle else "")
 
 
@@ -319,7 +326,7 @@ def _as_step(place: str, name: Any, value: Any) -> Step:
     if isinstance(recipe.usual, str):
         if not isinstance(value, str) or not value:
             raise UserError(f"{place}: {name}={value}: must be a model of transformers, as {recipe.usual}")
-        return Step(name, value)
+        return Step(name, os.path.expanduser(value))
     ends, (least, most) = list(value) if isinstance(value, list | tuple) else [value, value], recipe.bounds
     is_number = [type(one) in (int, float) and least <= one <= most for one in ends]
     if len(ends) != 2 or not all(is_number) or ends[0] > ends[1]:
