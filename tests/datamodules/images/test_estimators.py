@@ -142,6 +142,12 @@ def test_pose_draws_limbs_between_the_joints_that_transformers_finds(built):
     assert drawn[round(middle[1]), round(middle[0])].any()
 
 
+def test_limbs_are_alike_on_both_sides():
+    """COCO numbers the joints of the left side odd, those of the right side even, after the nose."""
+    mirrored = [[joint and joint + (1 if joint % 2 else -1) for joint in limb] for limb in LIMBS]
+    assert {*map(frozenset, mirrored)} == {*map(frozenset, LIMBS)}
+
+
 def test_an_image_without_people_is_black(built):
     nobody = Image.new("RGB", PHOTO.size)
     assert joints_by_transformers(built, nobody) == []
