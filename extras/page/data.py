@@ -195,7 +195,7 @@ class DataPage:
     def found(self, request: Request, form: FormData) -> Response:
         """Show what the folder in the form of the tab Start contains."""
         root = str(form.get("data.root", "")).strip()
-        if not Path(root).expanduser().exists():
+        if not root or not Path(root).expanduser().exists():
             return page("found.html", problem=root and "This machine has no such file or folder.")
         try:
             arguments = arguments_of(form)

@@ -7,6 +7,7 @@ import re
 import shlex
 from urllib.parse import unquote_plus
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from PIL import Image
@@ -472,3 +473,28 @@ def test_a_mask_is_painted_erased_undone_and_saved_in_a_browser(browsed, root):
         browsed.get_by_role("button", name="save the mask").click()
     mask = Image.open(root / "masks/00.png")
     assert [mask.getpixel((50, y)) for y in (18, 36, 54)] == [0, 0, 255]
+
+
+def test_a_goals_recipes_make_the_pairs_that_are_shown(client, tmp_path):
+    """Start's goal and Data's field, with the recipe's instructions; a caption of one's own stays to be edited."""
+    (photos := tmp_path / "my photos").mkdir()
+    for name in ("astronaut", "coffee"):
+        photograph(name, 64, 48).save(photos / f"{name}.png")
+    form = {"data.root": str(photos), "experiment": "repair"}
+    text = client.post("/data/found", data=form, headers={"hx-request": "true"}).text
+    assert "<b>2 samples</b>." in text
+    assert text.count("part=control%201") == text.count("part=target") == 2
+    assert "restore this photo" in text
+    (photos / "coffee.txt").write_text("my own words")
+    opened = scan(client, photos, "data.control={jpeg: 1}").url.params["set"]
+    asked = {"set": opened, "sample": "coffee"}
+    control, target = (
+        np.asarray(Image.open(io.BytesIO(client.get("/data/image", params=asked | {"part": part}).content)), float)
+        for part in ("control 1", "target")
+    )
+    assert np.abs(control - target).mean() > 5
+    pages = [client.get("/data", params=asked | {"sample": name}).text for name in ("coffee", "astronaut")]
+    assert ("my own words" in pages[0], " readonly" in pages[0]) == (True, False)
+    assert ("remove the compression artifacts" in pages[1], " readonly" in pages[1]) == (True, True)
+    empty = client.post("/data/found", data={"data.root": " "}, headers={"hx-request": "true"}).text
+    assert "samples" not in empty
