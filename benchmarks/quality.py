@@ -25,7 +25,17 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.labels import labelled, save_small  # noqa: E402
-from benchmarks.shapes import adapters, base, options, peer, photographs, preservation, sliders, subject  # noqa: E402
+from benchmarks.shapes import (  # noqa: E402
+    adapters,
+    base,
+    options,
+    peer,
+    photographs,
+    preservation,
+    recipes,
+    sliders,
+    subject,
+)
 from benchmarks.shapes.runs import Section, table  # noqa: E402
 from cli.terminal import silence_libraries  # noqa: E402
 
@@ -34,7 +44,7 @@ DOCS = ROOT / "docs"
 PAGES = (DOCS / "quality.md", ROOT / "benchmarks" / "quality.md")
 SECTIONS: dict[str, Section] = {
     section.name: section
-    for module in (base, options, preservation, sliders, adapters, subject, photographs, peer)
+    for module in (base, options, preservation, sliders, adapters, subject, photographs, recipes, peer)
     for section in module.SECTIONS
 }
 _WRITING = threading.Lock()
