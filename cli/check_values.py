@@ -102,8 +102,10 @@ def check_shards(cfg: DictConfig) -> None:
     defaults = OmegaConf.load(CONF / "data" / "pairs.yaml")
     plain = OmegaConf.merge(cfg, {"data": defaults}).data
     for key in sorted(map(str, defaults.keys() - KEPT_BY_SHARDS)):
-        if cfg.data[key] != plain[key]:
+        if (value := cfg.data[key]) != plain[key]:
+            if OmegaConf.is_dict(value):  # a group
+                key, value = next((f"{key}.{name}", one) for name, one in value.items() if one != plain[key].get(name))
             raise UserError(
-                f"data.{key}={cfg.data[key]} applies to images, and data.shards={without_credentials(cfg.data.shards)} "
+                f"data.{key}={value} applies to images, and data.shards={without_credentials(cfg.data.shards)} "
                 "contains encodings. Leave it out, or encode data.root with it."
             )

@@ -10,6 +10,7 @@ from PIL import Image
 
 from datamodules.images.recipes import RECIPES
 from datamodules.pairs import PairDataset
+from report.images import save_png, to_image
 from tasks.encode import build_cache
 from tests.support import commands
 from tests.support.caches import cache_overrides, encoded, only, short
@@ -18,6 +19,7 @@ from tests.support.latents import content
 from tests.support.objectives import losses
 from tests.support.pictures import photograph
 from tests.support.several_runs import as_rank
+from tests.support.tiny_pipelines import DIFFERENT, MODELS
 
 CHAIN = "data.control=[noise,{hole: 0.2}]"
 
@@ -140,3 +142,38 @@ def test_every_recipe_is_in_the_docs():
             else " to ".join(f"{one:g}" for one in dict.fromkeys(recipe.usual))
         )
         assert f"| {strength} |" in row
+
+
+EDITING = [name for name in DIFFERENT if MODELS[name].controls]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("flux_kontext", "flux3_klein"))) for name in EDITING],
+)
+@pytest.mark.parametrize("recipe", ["{jpeg: 20}", "[{border: 0.4},{jpeg: 20}]"])
+def test_every_family_sees_what_it_would_of_the_same_pairs_on_disk(arguments, photos, tmp_path, model, recipe):
+    """Pixels of target, control and text encoder's image, for a border as well, where the control keeps its scale."""
+
+    def batches(root, *more):
+        overrides = arguments(
+            model, tmp_path / "run", 1, f"data.root={root}", "data=pairs", "data.resolution=96", *more
+        )
+        cfg = compose("train", *(one for one in overrides if "cache_dir" not in one and one != "data=cached"))
+        data = instantiate(cfg.data, _convert_="all")
+        data.configure_for(instantiate(cfg.model, _convert_="all"))
+        data.scan()
+        return list(data.pixels(data.training, slice(None)))
+
+    for path in photos.iterdir():
+        photograph("coffee", 96, 80 + 16 * (int(path.stem) % 2)).save(path)
+    made = batches(photos, f"data.control.recipe={recipe}")
+    for batch in made:
+        for folder, image in (("training_images", batch.target), ("control_images", batch.controls[0])):
+            (tmp_path / "pairs" / folder).mkdir(parents=True, exist_ok=True)
+            save_png(to_image(image), tmp_path / "pairs" / folder / f"{batch.keys[0]}.png")
+        (tmp_path / "pairs/training_images" / f"{batch.keys[0]}.txt").write_text("repair it")
+    for one, other in zip(made, batches(tmp_path / "pairs"), strict=True):
+        assert torch.equal(one.target, other.target)
+        assert torch.equal(one.controls[0], other.controls[0])
+        assert all(map(torch.equal, one.prompt_images[0], other.prompt_images[0]))

@@ -23,7 +23,13 @@ def test_no_number_may_be_infinite_or_nan(script):
     rules = {key: one.rule for key, one in declared(script).settings.items() if one.rule and not one.rule.is_text}
     assert len(rules) > 70
     for key, rule in rules.items():
-        for value in (math.nan, math.inf, -math.inf, "abc", *([] if rule.kind == "bool" else [True, []])):
+        for value in (
+            math.nan,
+            math.inf,
+            -math.inf,
+            "abc",
+            *([] if rule.kind == "bool" or True in rule.also else [True, []]),
+        ):
             assert not rule.allows(value), key
 
 
