@@ -232,7 +232,7 @@ def _checked(setting: str, known: Declared) -> str:
             return f"~{key}"
         raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
     dotted = key.replace("/", ".")
-    if first := known.firsts.get(dotted):
+    if (first := known.firsts.get(dotted)) and not given.is_delete():
         group = given.value()
         if not isinstance(group, dict) or not all(known.knows(f"{dotted}.{one}") for one in group):
             # A mapping would be merged with the present one.

@@ -310,8 +310,8 @@ def as_chain(place: str, recipe: Any, shuffle: bool, variants: int, prompts: Any
         raise UserError(f"{place}=edges needs scikit-image. Run pip install 'retouch[edges]'.")
     if sum(step.name == "border" for step in chain.steps) > 1:
         raise UserError(f"{place}={recipe}: border can only be once in a chain")
-    if mask and chain.steps and not chain.has("hole"):
-        raise UserError(f"{place}.mask=true needs the recipe hole, whose mask weights the loss")
+    if mask and chain.steps and (not chain.has("hole") or chain.has("border")):
+        raise UserError(f"{place}.mask=true needs the recipe hole, whose mask weights the loss, without border")
     return chain if chain.steps else None
 
 

@@ -1,7 +1,7 @@
 """Windows: the part of an image that encoders see, and the sizes at which they see condition images."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -120,23 +120,28 @@ def load_image(path: ImageFile, window: Window, alpha: bool = False) -> Tensor:
 
 
 def _opened_for(path: ImageFile, window: Window, area: int, alpha: bool) -> tuple[Image.Image, Window]:
-    """Decode an image of which a window is needed; return it with the window in it.
-
-    An image that a recipe makes is made of this part only, and padded or mirrored like it.
-    """
+    """Decode an image of which a window is needed; return it with the window in it."""
     if not isinstance(path, RecipeImage):
         return open_image(path, area, alpha=alpha), window
-    image, padded = open_image(path.image, area, alpha=alpha), window.inside != (0, 0, *window.seen)
-    made = path.made_from((Window.whole(window.frame, window.flipped) if padded else window).of(image))
-    if not padded:
-        return made, Window.whole(window.size)
+    image = open_image(path.image, area, alpha=alpha)
+    return _made_for(window, lambda part: path.made_from(part.of(image)))
+
+
+def _made_for(window: Window, make: Callable[[Window], Image.Image]) -> tuple[Image.Image, Window]:
+    """Make the part of an image that a window shows; return it with the window in it, which may pad it."""
+    if window.inside == (0, 0, *window.seen):
+        return make(window), Window.whole(window.size)
+    made = make(Window.whole(window.frame, window.flipped))
     return made.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if window.flipped else made, window
 
 
 def load_mask(path: ImageFile, window: Window) -> Tensor:
     """Return the brightness of a part of a file as (1, H, W) in [0, 1]."""
-    mask = path.mask(window.size) if isinstance(path, RecipeImage) else window.of(open_mask(path), mask=True)
-    return torch.from_numpy(np.array(mask, dtype=np.float32))[None] / 255
+    if isinstance(path, RecipeImage):
+        mask, window = _made_for(window, lambda part: path.mask(part.size))
+    else:
+        mask = open_mask(path)
+    return torch.from_numpy(np.array(window.of(mask, mask=True), dtype=np.float32))[None] / 255
 
 
 @dataclass(frozen=True)

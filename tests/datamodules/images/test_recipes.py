@@ -2,7 +2,6 @@
 
 import io
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,9 +200,9 @@ def test_chains_apply_their_recipes_in_order_or_in_a_drawn_one(photos):
     assert len(set(rough)) == 2, "noise comes before or after the shrinking"
 
 
-@pytest.mark.parametrize("resolution", [64, 96])
-def test_border_keeps_the_middle_at_the_targets_own_scale(photos, resolution):
-    overrides = "data.control.recipe=border", "data.control.variants=6", f"data.resolution={resolution}"
+@pytest.mark.parametrize("framing", [[], ["data.resolution=96"], ["data.batch_size=2", "data.crop=random_cached"]])
+def test_border_keeps_the_middle_at_the_targets_own_scale(photos, framing):
+    overrides = "data.control.recipe=border", "data.control.variants=6", *framing
     data = data_of(photos, *overrides)
     kinds = set()
     for view, batch in zip(data.training.views, batches(data), strict=True):
@@ -229,15 +228,21 @@ def test_a_hole_may_be_the_mask_of_the_loss(photos):
         assert not (changed[0] & (batch.mask[0, 0] == 0)).any()
 
 
-def test_padded_windows_of_flux3_pad_the_condition_image_like_its_target(photos):
-    rules = ConditionImages(whole_area=64 * 64, most=1)
-    image = RecipeImage(photos / "astronaut.png", chain({"grey": 1}), 0, "astronaut")
-    for flipped in (False, True):
-        window = rules.window(96, 64, 64 * 64, flipped)
-        assert window.inside != (0, 0, *window.seen)
-        target, control = load_image(image.image, window), load_image(replace(image, view=window), window)
-        gray = np.asarray(ImageOps.grayscale(from_pixels((target.permute(1, 2, 0).numpy() + 1) * 127.5)))
-        assert np.abs((control[0].numpy() + 1) * 127.5 - gray).max() <= 1
+@pytest.mark.parametrize("flipped", [False, True])
+def test_padded_windows_of_flux3_pad_the_condition_image_and_its_mask_like_the_target(photos, flipped):
+    window = ConditionImages(whole_area=64 * 64, most=1).window(96, 64, 64 * 64, flipped)
+    assert window.inside != (0, 0, *window.seen)
+    grey, hole = (
+        RecipeImage(photos / "astronaut.png", chain(recipe), 0, "astronaut", view=window)
+        for recipe in ({"grey": 1}, {"hole": 0.3})
+    )
+    target, control, holed = (load_image(one, window) for one in (grey.image, grey, hole))
+    gray = np.asarray(ImageOps.grayscale(from_pixels((target.permute(1, 2, 0).numpy() + 1) * 127.5)))
+    assert np.abs((control[0].numpy() + 1) * 127.5 - gray).max() <= 1
+    changed, mask = (holed != target).any(0), load_mask(hole, window)[0]
+    assert mask.unique().tolist() == [0, 1]
+    assert not (changed & (mask == 0)).any()
+    assert ((mask == 1) <= ((holed + 1) * 127.5 - 128).abs().amax(0).lt(0.01)).all()
 
 
 def test_transparency_and_masks_stay_with_their_target(photos):
@@ -303,6 +308,7 @@ def test_instructions_are_configured_or_captions_or_the_recipes(photos):
         ({"recipe": "jpeg", "shuffle": 1}, ".shuffle=1: must be true or false"),
         ({"recipe": "jpeg", "prompts": 3}, ".prompts=3: must be text or a list of them or null"),
         ({"recipe": "jpeg", "mask": True}, ".mask=true needs the recipe hole"),
+        ({"recipe": ["hole", "border"], "mask": True}, ".mask=true needs the recipe hole"),
         ({"recipe": "jpeg", "varians": 4}, ": there is no varians. Choose recipe, shuffle"),
         ({"jpeg": 9, "variants": 4}, "=variants: there is no such recipe"),
     ],
