@@ -18,8 +18,6 @@ SIDE_MULTIPLE = 16
 CAPTION_SUFFIXES = (".txt", ".caption", ".json")
 # Placeholder for the trigger word in a caption.
 TRIGGER = "[trigger]"
-# Above this side a training step would need hundreds of gigabytes.
-LONGEST_SIDE = 4096
 # An epoch is a list of draws, so repeats cost memory.
 MOST_REPEATS = 10_000
 # An image file, or one packed in a tar or a table.
