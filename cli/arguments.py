@@ -232,9 +232,11 @@ def _checked(setting: str, known: Declared) -> str:
             return f"~{key}"
         raise UserError(f"{setting}: a choice is needed. Choose {', '.join(known.groups[key])}.")
     dotted = key.replace("/", ".")
-    if (first := known.firsts.get(dotted)) and not given.is_delete():
+    first = known.firsts.get(dotted) or (dotted if dotted in known.firsts.values() else None)
+    if first and not given.is_delete():
         group = given.value()
-        if not isinstance(group, dict) or not all(known.knows(f"{dotted}.{one}") for one in group):
+        is_group = isinstance(group, dict) and all(known.knows(f"{dotted}.{one}") for one in group)
+        if first == dotted or not is_group:
             # A mapping would be merged with the present one.
             before, _, after = setting.partition("=")
             return f"{before.replace(key, first)}={f'[{after}]' if isinstance(group, dict) else after}"

@@ -103,7 +103,7 @@ def check_shards(cfg: DictConfig) -> None:
     plain = OmegaConf.merge(cfg, {"data": defaults}).data
     for key in sorted(map(str, defaults.keys() - KEPT_BY_SHARDS)):
         if (value := cfg.data[key]) != plain[key]:
-            if OmegaConf.is_dict(value):  # a group
+            if OmegaConf.is_dict(value) and OmegaConf.is_dict(plain[key]):  # a group
                 key, value = next((f"{key}.{name}", one) for name, one in value.items() if one != plain[key].get(name))
             raise UserError(
                 f"data.{key}={value} applies to images, and data.shards={without_credentials(cfg.data.shards)} "

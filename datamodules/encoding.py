@@ -11,6 +11,7 @@ from datamodules.base import PromptData
 from datamodules.batch import PromptRequest, RawBatch
 from datamodules.contents import Content, Entry, entries_of, roles
 from datamodules.images.decoding import image_facts, verify_mask
+from datamodules.images.recipe_images import source_of
 from datamodules.images.sample_set import SampleSet
 from datamodules.images.samples import ImageFile, Sample
 from datamodules.images.windows import ConditionImages
@@ -111,7 +112,7 @@ class EncodingDataModule(PromptData):
 def hash_files(cache: Cache, rank: int, samples: Sequence[Sample]) -> FileHashes:
     """Compute the checksums of the samples' files that are new or have changed, and return all known ones."""
     hashes = cache.file_hashes()
-    paths = dict.fromkeys(path for sample in samples for _, path in roles(sample))
+    paths = dict.fromkeys(source_of(path) for sample in samples for _, path in roles(sample))
     masks = {sample.mask for sample in samples}
     new = [path for path in paths if hashes.known(path) is None]
     if new:

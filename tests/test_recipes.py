@@ -35,9 +35,16 @@ def photos(tmp_path):
     return root
 
 
-def test_cached_latents_are_those_of_the_streamed_first_epoch(tiny, photos, tmp_path):
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ["data.control.recipe=[noise,{hole: 0.2}]", "data.control.mask=true"],
+        ["data.control.recipe=[noise,{border: 0.3}]"],
+    ],
+    ids=["hole", "border"],
+)
+def test_cached_latents_are_those_of_the_streamed_first_epoch(tiny, photos, tmp_path, recipe):
     """To the bit, with masks, mirrored views and several variants; the next epoch's streamed images are others."""
-    recipe = ["data.control.recipe=[noise,{hole: 0.2},{border: 0.3}]", "data.control.mask=true"]
     overrides = [*short(tiny, photos, tmp_path / "run", 2), *recipe, "data.control.variants=2", "data.flip=true"]
     cfg = compose("train", *overrides)
     module, data = instantiate(cfg.model, _convert_="all"), instantiate(cfg.data, _convert_="all")
@@ -109,14 +116,18 @@ def test_from_a_folder_of_photographs_to_a_repaired_one(run, tiny, photos, tmp_p
 
 def test_a_value_of_the_group_is_its_recipe(run, photos, tmp_path):
     """On the command line, in any place, also as a sweep; the settings of the group stay settings of it."""
-    for given, shown in (
+    for given, shown in (  # in place of the experiment's
         ("data.control=jpeg", "recipe: jpeg"),
         ("data.control={jpeg: [10,40]}", "recipe:\n    - jpeg:\n      - 10\n      - 40"),
         ("data.control={recipe: blur, variants: 3}", "recipe: blur"),
         ("data.control=null", "recipe: null"),
+        ("data.control.recipe={dust: 1}", "recipe:\n    - dust: 1"),
+        ("data.control={recipe: [{jpeg: 10}]}", "jpeg: 10"),
         ("data.swap=0.5", "share: 0.5"),
     ):
-        text = run("train", "data.control.prompts=[a,b]", given, f"data.root={photos}", "--cfg", "job").text
+        text = run(
+            "train", "experiment=repair", "data.control.prompts=[a,b]", given, f"data.root={photos}", "--cfg", "job"
+        ).text
         assert shown in text
         assert "prompts:\n    - a\n    - b" in text
     shown = run("train", "data.control.recipe=[blur,{jpeg: 9}]", "data.control.prompts=[caption]", "--cfg", "job").text

@@ -339,7 +339,7 @@ def samples_by_name(targets: Listing, controls: Sequence[Listing], rejected: Lis
             continue
         try:
             prompts, caption_file = targets.captions(stem, root.caption_per_line)
-            swapped = targets.captions(f"{stem}{SWAP}", root.caption_per_line)[0] if root.swap else ()
+            swapped = tuple(filter(None, targets.captions(stem + SWAP, root.caption_per_line)[0])) if root.swap else ()
         except UserError as error:
             incomplete.append(str(error))
             continue

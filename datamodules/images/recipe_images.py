@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from datamodules.images.recipes import CAPTION_PLACE, RECIPES, Chain, hole_mask, instructions, middle
-from datamodules.images.samples import Found, ImageFile, Root, Sample
+from datamodules.images.samples import Found, ImageFile, Root, Sample, with_words
 from foundation.errors import UserError
 from foundation.files import Packed, file_signature
 
@@ -19,7 +19,7 @@ from foundation.files import Packed, file_signature
 class RecipeImage(Packed):
     """An image that a chain of recipes makes from another one, at the size at which training sees that.
 
-    As a file it is the other one: its bytes, size and colours.
+    Its bytes, size and colours as a file are those of the other image.
 
     Attributes:
         image: the other one.
@@ -59,7 +59,7 @@ class RecipeImage(Packed):
         return (None if step < 0 else self.chain.steps[step].strength(random)), random
 
     def made_from(self, image: Image.Image) -> Image.Image:
-        """Return it, made from the other image as training sees that, in RGB or RGBA."""
+        """Apply the recipes to the other image at its size in training, in RGB or RGBA."""
         made, order = image.convert("RGB"), list(range(len(self.chain.steps)))
         if self.chain.shuffle:
             self._strength(-1)[1].shuffle(order)
@@ -71,7 +71,7 @@ class RecipeImage(Packed):
         return made
 
     def made_from_whole(self, image: Image.Image, size: tuple[int, int]) -> Image.Image:
-        """Return it, made from the whole other image at a size, without the border that it lacks."""
+        """Apply the recipes, border included, to the whole other image, resized."""
         width, height = self.kept(size)
         left, top = (size[0] - width) // 2, (size[1] - height) // 2
         image = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + width, top + height))
@@ -99,18 +99,32 @@ def recipe_image_of(sample: Sample) -> RecipeImage | None:
     return next((one for one in (sample.target, *sample.controls[:1]) if isinstance(one, RecipeImage)), None)
 
 
+def source_of(image: ImageFile) -> ImageFile:
+    """Return the image from which a recipe makes this one, or the image itself."""
+    return image.image if isinstance(image, RecipeImage) else image
+
+
 def with_controls(found: Found, roots: Sequence[Root], seed: int) -> Found:
-    """Return the samples of roots with the condition images of their recipes, and with their shares exchanged.
+    """Return samples with the condition images that the recipes of their roots make.
 
     Raises:
-        UserError: a sample has a condition image or a mask of its own; or it lacks one, or a caption, that is needed.
+        UserError: a sample has a condition image or a mask of its own, or lacks a caption that is needed.
     """
-    samples = [_with_control(one, roots[one.root], seed) for one in found.samples]
+    return replace(found, samples=[_with_control(one, roots[one.root], seed) for one in found.samples])
+
+
+def with_exchanges(found: Found, roots: Sequence[Root]) -> Found:
+    """Return samples of which each root's share leads from the target to the first condition image.
+
+    Raises:
+        UserError: one of them has no condition image, has a rejected image, or lacks an instruction.
+    """
+    samples = list(found.samples)
     for number, root in enumerate(roots):
-        keys = [one.key for one in samples if one.root == number]
-        keys.sort(key=lambda key: hashlib.sha256(key.encode()).digest())
-        chosen = {*keys[: round(root.swap * len(keys))]}
-        samples = [_exchanged(one, root) if one.key in chosen else one for one in samples]
+        own = [index for index, one in enumerate(samples) if one.root == number]
+        own.sort(key=lambda index: hashlib.sha256(samples[index].key.encode()).digest())
+        for index in own[: round(root.swap * len(own))]:
+            samples[index] = _exchanged(samples[index], root)
     return replace(found, samples=samples)
 
 
@@ -119,8 +133,8 @@ def _with_control(sample: Sample, root: Root, seed: int) -> Sample:
         return sample
     place = f"data.control: {sample.key} of {root.path}"
     if sample.controls:
-        hint = "Pass data.control=null, or set it for other roots only: data.root='[{path: ROOT, control: jpeg}]'"
-        raise UserError(f"{place} has a condition image of its own. {hint}")
+        hint = f"data.control=null, or for this root alone {{path: {root.path}, control: null}}"
+        raise UserError(f"{place} has a condition image of its own. Pass {hint}")
     if chain.mask and (sample.mask is not None or root.alpha_mask):
         raise UserError(f"{place} has a mask of its own. Leave it or data.control.mask out")
     if not (prompts := instructions(chain, sample.prompts)):
@@ -133,6 +147,7 @@ def _with_control(sample: Sample, root: Root, seed: int) -> Sample:
 def _exchanged(sample: Sample, root: Root) -> Sample:
     """Return a sample that leads from its target to its first condition image."""
     place, prompts = f"data.swap: {sample.key} of {root.path}", sample.swap_prompts or root.swap_prompts
+    prompts = tuple(with_words(prompt, root) for prompt in prompts)
     if not sample.controls:
         raise UserError(f"{place} has no condition image to exchange with its target")
     if sample.rejected is not None:
@@ -141,4 +156,5 @@ def _exchanged(sample: Sample, root: Root) -> Sample:
         hint = "data.swap.prompts='[\"remove the hat\"]', X.swap.txt or a column swap_prompt"
         raise UserError(f"{place} has no instruction for the way back. Give it in {hint}")
     first, *others = sample.controls
-    return replace(sample, target=first, controls=(sample.target, *others), prompts=prompts)
+    exchanged = (sample.target, *others)
+    return replace(sample, target=first, controls=exchanged, prompts=prompts, caption_file=None)  # of the other way

@@ -113,11 +113,13 @@ def hole_mask(size: tuple[int, int], share: float, random: np.random.Generator) 
             pen.circle(end.tolist(), brush / 2, 255)
             point = end
         return mask
-    area, ratio = share * (4 / np.pi if kind else 1), np.exp(random.uniform(-0.7, 0.7))
+    is_ellipse = kind == 1 and share < np.pi / 4
+    area, ratio = share * (4 / np.pi if is_ellipse else 1), np.exp(random.uniform(-0.7, 0.7))
     across = min(1.0, max(area, np.sqrt(area * ratio)))
     box = width * across, height * min(1.0, area / across)
     left, top = (random.uniform(0, whole - part) for whole, part in zip(size, box, strict=True))
-    (pen.ellipse if kind else pen.rectangle)((left, top, left + box[0] - 1, top + box[1] - 1), 255)
+    corners = left, top, left + max(0, box[0] - 1), top + max(0, box[1] - 1)
+    (pen.ellipse if is_ellipse else pen.rectangle)(corners, 255)
     return mask
 
 
@@ -207,7 +209,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         draw: the function, which is given a strength; None for `border`, which is a part of the image.
-        usual: least and most strength; or the model of transformers that is asked.
+        usual: least and most strength; or the name of a model of transformers.
         bounds: the strengths that are allowed.
         prompts: instructions from the condition image to the target, with ` | ` in between.
     """
@@ -278,10 +280,15 @@ class Chain:
         return any(step.name == name for step in self.steps)
 
     @property
+    def models(self) -> list[str]:
+        """Names of the models of transformers that it runs."""
+        named = [step.usual for step in self.steps if isinstance(step.usual, str)]
+        return named + [PEOPLE] * self.has("pose")
+
+    @property
     def identity(self) -> str:
         """Text that changes with the recipes, their strengths and their models' weights; UserError without a model."""
-        models = [step.usual for step in self.steps if isinstance(step.usual, str)]
-        return " ".join([str(self), *map(identity, models), *([identity(PEOPLE)] if self.has("pose") else [])])
+        return " ".join([str(self), *map(identity, self.models)])
 
     def __str__(self) -> str:
         """Return its recipes with their strengths: `blur 1 to 4, jpeg 20`."""
@@ -306,8 +313,10 @@ def as_chain(place: str, recipe: Any, shuffle: bool, variants: int, prompts: Any
     entries = recipe if isinstance(recipe, list | tuple) else [recipe] if recipe else []
     pairs = [one for entry in entries for one in (entry.items() if isinstance(entry, Mapping) else [(entry, None)])]
     chain = Chain(tuple(_as_step(place, *pair) for pair in pairs), shuffle, variants, as_texts(prompts), mask)
+    if CAPTION_PLACE[1:-1] in chain.prompts:
+        raise UserError(f'{place}.prompts=[caption]: this is a list of one word. Write ["[caption]"].')
     if chain.has("edges") and find_spec("skimage") is None:
-        raise UserError(f"{place}=edges needs scikit-image. Run pip install 'retouch[edges]'.")
+        raise UserError(f"{place}=edges needs scikit-image. Run pip install scikit-image.")
     if sum(step.name == "border" for step in chain.steps) > 1:
         raise UserError(f"{place}={recipe}: border can only be once in a chain")
     if mask and chain.steps and (not chain.has("hole") or chain.has("border")):
@@ -316,7 +325,7 @@ def as_chain(place: str, recipe: Any, shuffle: bool, variants: int, prompts: Any
 
 
 def _as_step(place: str, name: Any, value: Any) -> Step:
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         near = difflib.get_close_matches(str(name), RECIPES, 1)
         hint = f"Did you mean {near[0]}?" if near else f"Choose {', '.join(RECIPES)}."
         raise UserError(f"{place}={name}: there is no such recipe. {hint}")
@@ -339,9 +348,10 @@ def instructions(chain: Chain, captions: Sequence[str]) -> tuple[str, ...]:
 
     Returns () if the configured ones contain a caption, and it has none.
     """
+    captions = tuple(filter(None, captions))
     if not chain.prompts:
         name = "border" if chain.has("border") else chain.steps[0].name
         usual = RECIPES[name].prompts if len(chain.steps) == 1 or name == "border" else RESTORE
-        return tuple(filter(None, captions)) or tuple(usual.split(" | "))
+        return captions or tuple(usual.split(" | "))
     found = [one.replace(CAPTION_PLACE, caption) for one in chain.prompts for caption in captions or (CAPTION_PLACE,)]
     return () if any(CAPTION_PLACE in one for one in found) else tuple(dict.fromkeys(found))

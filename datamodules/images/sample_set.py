@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image, verify_mask
-from datamodules.images.recipe_images import RecipeImage, recipe_image_of, with_controls
+from datamodules.images.recipe_images import RecipeImage, recipe_image_of, source_of, with_controls, with_exchanges
 from datamodules.images.resizing import Framing, Sides, View
 from datamodules.images.samples import (
     Found,
@@ -138,7 +138,7 @@ class SampleSet:
     def _samples(self, roots: list[Root]) -> Found:
         """Return the samples of roots with all of their settings."""
         bare = [replace(root, require_prompt=root.control is None) for root in roots]
-        return with_settings(with_controls(self.source(bare), roots, self.seed), roots)
+        return with_exchanges(with_settings(with_controls(self.source(bare), roots, self.seed), roots), roots)
 
     def _with_held_out(self, found: Found) -> Found:
         """Add the samples of val_root; a target of both is held out."""
@@ -150,8 +150,8 @@ class SampleSet:
         prefix = "held_out/" if any(sample.key in taken for sample in held_out.samples) else ""  # keys must be unique
         below = len(self.roots)
         samples = [replace(one, key=prefix + one.key, root=one.root + below) for one in held_out.samples]
-        targets = {_resolved(sample.target) for sample in samples}
-        learned = [sample for sample in found.samples if _resolved(sample.target) not in targets]
+        names = {name for sample in samples for name in _names(sample)}
+        learned = [sample for sample in found.samples if names.isdisjoint(_names(sample))]
         return replace(found, samples=learned).plus(replace(held_out, samples=samples))
 
     def find(self) -> Found:
@@ -181,12 +181,14 @@ class SampleSet:
             limit = self.condition_images.limit
             raise UserError(f"{self.model} takes at most {limit}, but {listing(many)} {data} have more")
         lines = [*found.incomplete, *(f"{key} has no condition image, which {self.model} needs" for key in bare)]
-        notes = self._without(lines, "incomplete", "on_missing", "Complete them")
+        hint = "" if found.samples else ", or make pairs from images alone with data.control=jpeg (docs/data.md)"
+        notes = self._without(lines, "incomplete", "on_missing", f"Complete them{hint}")
         samples = [one for one in found.samples if len(one.controls) >= least]
         for root in (root for root in self.roots if root.control):
-            prompts = next((one.prompts for one in samples if self.root(one) is root), ())
-            how = f"{root}: the condition images are made by {root.control}; instructions:"
-            notes.append(f"{how} {printable(' | '.join(prompts[:3]))}")
+            first = next((one for one in samples if self.root(one) is root), None)
+            made = "targets" if first and isinstance(first.target, RecipeImage) else "condition images"
+            prompts = printable(" | ".join(first.prompts[:3])) if first else ""
+            notes.append(f"{root}: the {made} are made by {root.control}; instructions: {prompts}")
         if several := [one for one in samples if len(one.prompts) > 1 and recipe_image_of(one) is None]:
             example = " | ".join(f'"{prompt[:40]}"' for prompt in several[0].prompts[:3])
             notes.append(
@@ -280,9 +282,7 @@ class SampleSet:
         @cache
         def identity(image: ImageFile) -> Hashable:
             """Return the path of a file, the content of a packed image: tables repeat one for each instruction."""
-            if isinstance(image, RecipeImage):
-                return identity(image.image)
-            if not isinstance(image, Packed):
+            if not isinstance(image := source_of(image), Packed):
                 return _resolved(image)
             return checksum(image) or hashlib.sha256(image.read_bytes()).hexdigest()
 
@@ -293,6 +293,12 @@ class SampleSet:
 def _resolved(image: ImageFile) -> ImageFile:
     """Return one name for all names of an image."""
     return image.resolve() if isinstance(image, Path) else image
+
+
+def _names(sample: Sample) -> tuple[Hashable, Hashable]:
+    """Return the names of a target and of its pair, which is the same pair the other way round."""
+    target, *controls = (_resolved(source_of(one)) for one in (sample.target, *sample.controls))
+    return target, frozenset((target, *controls))
 
 
 def choose_held_out(keys: Sequence[str], groups: Sequence[Hashable], count: int, noun: str) -> set[int]:

@@ -246,10 +246,13 @@ def _group(place: str, key: str, value: Any, settings: Mapping[str, Any]) -> Any
 
     A value that is no group of settings is that of the first one.
     """
-    usual = settings.get(key)
-    if key not in GROUPED or not usual:
+    if key not in GROUPED:
         _require(place, key, value)
         return value
+    if not (usual := settings.get(key)):  # ~data.control, or null in a file
+        if value is not None:
+            raise UserError(f"{place}={value}: data.{key} is removed. Leave ~data.{key} or its null out.")
+        return None
     is_group = isinstance(value, Mapping) and bool(value) and not any(one in RECIPES for one in value)
     own = value if is_group else {next(iter(usual)): value}
     if unknown := own.keys() - usual.keys():
@@ -270,7 +273,7 @@ def with_settings(found: Found, roots: Sequence[Root]) -> Found:
     samples = [
         replace(
             one,
-            prompts=tuple(_caption(prompt, roots[one.root]) for prompt in one.prompts),
+            prompts=tuple(with_words(prompt, roots[one.root]) for prompt in one.prompts),
             mask=Alpha(one.target) if roots[one.root].alpha_mask else one.mask,
         )
         for one in found.samples
@@ -278,7 +281,7 @@ def with_settings(found: Found, roots: Sequence[Root]) -> Found:
     return replace(found, samples=samples)
 
 
-def _caption(prompt: str, root: Root) -> str:
+def with_words(prompt: str, root: Root) -> str:
     """Return a caption with the prefix and the trigger word of its root."""
     word, prompt = root.trigger_word, root.prefix + prompt
     if word is not None and TRIGGER in prompt:

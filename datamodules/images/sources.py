@@ -46,8 +46,8 @@ def find_samples(roots: Iterable[Root]) -> Found:
     found = _scan(roots := list(roots), _pairs)
     message = (
         f"data.root={listing([str(root.path) for root in roots])}: images, but no condition images in "
-        f"{'/'.join(CONTROL_FOLDERS)} or in a table, which editing needs. To train on images and captions: "
-        "data=captions"
+        f"{'/'.join(CONTROL_FOLDERS)} or in a table, which editing needs. To make them from the images: "
+        "data.control=jpeg, or another recipe of docs/data.md. To train on images and captions: data=captions"
     )
     return replace(found, without_controls=message)
 
@@ -64,7 +64,7 @@ def find_captioned(roots: Iterable[Root], instance_prompt: str | None) -> Found:
 
     def scan(root: Root) -> Found:
         found = _captioned(root, instance_prompt is not None)
-        if not root.require_prompt:
+        if not root.require_prompt and (root.control is None or instance_prompt is None):
             return found
         prompts = (instance_prompt or "",)
         return replace(found, samples=[one if one.prompts else replace(one, prompts=prompts) for one in found.samples])

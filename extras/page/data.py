@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +23,7 @@ from starlette.routing import Route
 from cli.arguments import hydras_errors, read_values
 from cli.check_keys import check_keys, check_read
 from cli.check_values import check_ranges
-from datamodules.images.recipe_images import recipe_image_of, with_controls
+from datamodules.images.recipe_images import recipe_image_of, with_controls, with_exchanges
 from datamodules.images.samples import Sample
 from extras.page.answers import entry, page, post
 from extras.page.jobs import Jobs, user_of
@@ -70,8 +71,8 @@ class DataSet:
         None and the reason if none can be saved.
         """
         file, root = sample.mask_file, self.sample_set.root(sample)
-        if file is None or root.alpha_mask:
-            return None, "Masks of this data set are in its table or in the targets' alpha channel. Edit them there."
+        if file is None or root.alpha_mask or (root.control and root.control.mask):
+            return None, "Masks of this data set are in its table, in the targets' alpha channel, or of data.control."
         if not file.resolve().is_relative_to(Path(root.path).expanduser().resolve()):
             return None, f"{file} is a link, or below one, to another place. Replace the link by a folder."
         return file, str(file.stat().st_mtime_ns) if file.is_file() else ""
@@ -80,6 +81,8 @@ class DataSet:
 def images_of(sample: Sample) -> dict[str, Any]:
     """Return the images of a sample by role."""
     found = {f"control {number}": path for number, path in enumerate(sample.controls, 1)} | {"target": sample.target}
+    if (made := recipe_image_of(sample)) and made.chain.models:  # which the page does not run
+        found = {role: path for role, path in found.items() if path != made}
     return found | {role: path for role in ("rejected", "mask") if (path := getattr(sample, role))}
 
 
@@ -223,7 +226,9 @@ class DataPage:
             check_read("inspect", given)
             (data := instantiate(cfg.data, _convert_="all")).configure_for(without_network(cfg.model))
         key, whole = hashlib.sha256(shlex.join(words).encode()).hexdigest()[:12], data.sample_set
-        found = with_controls(whole.find_uncaptioned_too(), whole.roots, whole.seed)
+        found = whole.find_uncaptioned_too()
+        with suppress(UserError):  # [caption] without one, which can be written here
+            found = with_exchanges(with_controls(found, whole.roots, whole.seed), whole.roots)
         known = whole.scan().samples if whole.val_roots else []
         samples = {one.key: one for one in (*found.samples, *filter(whole.is_held_out, known))}
         jobs = {task: RunFolder(self.shelf.outputs / "studio" / key / task) for task in ("inspect", "caption")}

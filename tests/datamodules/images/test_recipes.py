@@ -12,7 +12,7 @@ from skimage.feature import canny
 
 from datamodules.images.decoding import open_image, open_mask
 from datamodules.images.recipe_images import RecipeImage
-from datamodules.images.recipes import RECIPES, as_chain, instructions
+from datamodules.images.recipes import RECIPES, as_chain, hole_mask, instructions
 from datamodules.images.samples import as_roots
 from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
 from datamodules.pairs import PairDataset
@@ -302,6 +302,8 @@ def test_instructions_are_configured_or_captions_or_the_recipes(photos):
         ({"recipe": {"noise": float("nan")}}, ": noise=nan: must be"),
         ({"recipe": {"noise": True}}, ": noise=True: must be"),
         ({"recipe": {"depth": 3}}, ": depth=3: must be a model of transformers, as depth-anything/"),
+        ({"recipe": [["blur"]]}, "=['blur']: there is no such recipe"),
+        ({"recipe": "jpeg", "prompts": ["caption"]}, ".prompts=[caption]: this is a list of one word"),
         ({"recipe": ["border", "border"]}, "=['border', 'border']: border can only be once"),
         ({"recipe": "jpeg", "variants": 0}, ".variants=0: must be a whole number from 1 to 100"),
         ({"recipe": "jpeg", "variants": 2.5}, ".variants=2.5: must be"),
@@ -321,7 +323,7 @@ def test_wrong_settings_name_the_value_and_the_remedy(settings, words):
 
 def test_edges_name_the_library_that_they_need(monkeypatch):
     monkeypatch.setattr("datamodules.images.recipes.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"=edges needs scikit-image. Run pip install 'retouch\[edges\]'"):
+    with pytest.raises(UserError, match=r"=edges needs scikit-image. Run pip install scikit-image"):
         chain("edges")
 
 
@@ -412,7 +414,7 @@ def test_exchanges_that_cannot_be_are_refused(pairs, photos):
         (
             pairs,
             ["data.swap.share=true"],
-            "00 of .* has no instruction for the way back. Give it in data.swap.prompts=",
+            r"0\d of .* has no instruction for the way back. Give it in data.swap.prompts=",
         ),
         (pairs, ["data.swap.share=2"], "data.swap.share=2: must be a number from 0 to 1 or true or false"),
         (pairs, ["data.swap.share=-0.1"], "data.swap.share=-0.1"),
@@ -424,3 +426,61 @@ def test_exchanges_that_cannot_be_are_refused(pairs, photos):
         (photos / f"{name}.txt").write_text("a photo")
     with pytest.raises(UserError, match="has no condition image to exchange with its target"):
         data_of(f"[{pairs},{{path: {photos}, swap: true}}]", "data.swap.prompts=melt")
+
+
+def test_a_held_out_pair_is_not_trained_on_the_other_way_round(photos, pairs, tmp_path):
+    """Neither where its condition image is made, nor where another root exchanges it."""
+    (part := tmp_path / "part").mkdir()
+    (part / "coffee.png").symlink_to(photos / "coffee.png")
+    swap = "data.swap.share=true", "data.swap.prompts=damage"
+    data = data_of(photos, f"data.val_root={part}", "data.control.recipe=jpeg", *swap)
+    assert data.training.keys == ["astronaut", "chelsea", "rocket"]
+    half = shutil.copytree(pairs, tmp_path / "half", symlinks=True)
+    for path in list(half.rglob("*.*")):
+        original = pairs / path.relative_to(half)
+        path.unlink()
+        if path.stem in ("00", "01", "02"):
+            path.symlink_to(original)
+    both = f"[{pairs},{{path: {pairs}, swap: true}}]"
+    data = data_of(both, f"data.val_root=[{{path: {half}, swap: false}}]", "data.swap.prompts=melt")
+    assert not any(key.rpartition("/")[2][:2] in ("00", "01", "02") for key in data.training.keys)
+    assert len(data.training.keys) == 10
+
+
+def test_masks_stay_with_their_pair_when_it_is_exchanged(pairs, tmp_path):
+    root = shutil.copytree(pairs, tmp_path / "pairs")
+    for path in (root / "training_images").glob("*.png"):
+        image = Image.open(path).convert("RGBA")
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+        image.save(path)
+    swap = "data.swap.share=0.5", "data.swap.prompts=melt", "data.alpha_mask=true"
+    for one in batches(scanned(f"data.root={root}", *swap)):
+        assert one.mask.unique().numel() > 8
+
+
+def test_captions_that_are_empty_are_none(photos, pairs, tmp_path):
+    (photos / "coffee.txt").write_text("")
+    with pytest.raises(UserError, match=r"has no caption, which data\.control\.prompts"):
+        data_of(photos, "data.control.recipe=jpeg", "data.control.prompts=['fix [caption]']")
+    root = shutil.copytree(pairs, tmp_path / "pairs")
+    (root / "training_images" / "00.swap.txt").write_text("\n")
+    data = data_of(root, "data.swap.share=true", "data.swap.prompts=melt")
+    assert {one.prompts for one in data.training.samples} == {("melt",)}
+
+
+def test_an_instance_prompt_is_the_instruction_of_captioned_images(photos):
+    data = data_of(
+        photos,
+        "data=captions",
+        "data.cache_dir=null",
+        "data.source.instance_prompt=a photo",
+        "data.control.recipe=jpeg",
+    )
+    assert {one.prompts for one in data.training.samples} == {("a photo",)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("share", [0.001, 0.85])
+def test_holes_of_any_allowed_share_are_drawn(seed, share):
+    mask = hole_mask((16, 24), share, np.random.default_rng(seed))
+    assert np.asarray(mask).mean() / 255 == pytest.approx(share, abs=0.12)
