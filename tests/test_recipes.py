@@ -2,14 +2,17 @@
 
 import socket
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
 from hydra.utils import instantiate
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from datamodules.images.recipes import RECIPES
 from datamodules.pairs import PairDataset
+from datamodules.sampler import SizeBatchSampler
 from report.images import save_png, to_image
 from tasks.encode import build_cache
 from tests.support import commands
@@ -188,3 +191,27 @@ def test_every_family_sees_what_it_would_of_the_same_pairs_on_disk(arguments, ph
         assert torch.equal(one.target, other.target)
         assert torch.equal(one.controls[0], other.controls[0])
         assert all(map(torch.equal, one.prompt_images[0], other.prompt_images[0]))
+
+
+def test_streamed_images_are_the_same_in_two_processes_and_in_data_workers(photos):
+    """Whatever part of the draws a process has, and wherever it decodes them; over three epochs."""
+    data = commands.scanned(f"data.root={photos}", "data.resolution=64", "data.control.recipe=[noise,jpeg]")
+    views, dataset = (
+        data.training.views,
+        PairDataset(data.training.views, data.sample_set.condition_images, data.choices),
+    )
+
+    def controls(batch_size, processes=1, workers=0):
+        found = {}
+        for rank in range(processes):
+            sampler = SizeBatchSampler([view.size for view in views], batch_size, 0, rank, processes)
+            batches = list(islice(sampler, 18 // batch_size // processes))
+            loader = DataLoader(dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
+            found |= {one.draws[0]: one.controls[0] for batch in loader for one in batch}
+        return found
+
+    alone, two, workers = controls(2), controls(1, processes=2), controls(2, workers=2)
+    assert alone.keys() == two.keys() == workers.keys()
+    assert len(alone) == 18
+    assert all(torch.equal(image, two[draw]) and torch.equal(image, workers[draw]) for draw, image in alone.items())
+    assert len({image.numpy().tobytes() for image in alone.values()}) == 18, "each draw has its own"
