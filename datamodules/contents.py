@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from datamodules.images.decoding import Facts
-from datamodules.images.recipe_images import RecipeImage, recipe_image_of
+from datamodules.images.recipe_images import RecipeImage
 from datamodules.images.resizing import View
 from datamodules.images.sample_set import SampleSet, Usable
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile, Sample
@@ -54,13 +54,12 @@ class Content(NamedTuple):
 
     def id(self, view: View) -> str:
         """Return the name of a view of the sample in a cache."""
-        place = view.windows if recipe_image_of(view.sample) is None else [*view.windows, view.variant]
-        return sample_id(view.sample.prompts, self.checksums, place)
+        return sample_id(view.sample.prompts, self.checksums, view.place)
 
     def images(self, view: View) -> list[str]:
         """Return the identity of each condition image in a view."""
         controls = [checksum for role, checksum in self.checksums if role == "control"]
-        place = [] if recipe_image_of(view.sample) is None else [view.windows[0], view.variant]
+        place = [] if view.place == view.windows else [view.place]
         return [json.dumps([*one, *place]) for one in zip(controls, view.windows[1:], strict=True)]
 
 

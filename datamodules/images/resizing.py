@@ -58,9 +58,9 @@ class View:
     variant: int = 0
 
     @property
-    def place(self) -> tuple[tuple[Window, ...], int]:
-        """The windows and the variant, by which it differs from the other views of the sample."""
-        return self.windows, self.variant
+    def place(self) -> tuple[Any, ...]:
+        """The windows, and the variant of an image by a recipe: the difference from the sample's other views."""
+        return self.windows if recipe_image_of(self.sample) is None else (*self.windows, self.variant)
 
     def sample_in(self, epoch: int) -> Sample:
         """Return the sample with the images that recipes make for this view, others in each epoch."""

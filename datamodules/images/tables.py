@@ -129,18 +129,19 @@ def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], requir
         images[role] = [image for some in found for image in some]
         if role != "control" and len(images[role]) > 1:
             raise UserError(f"{cells[role][0][0]} must be one image, not a list")
-    texts: dict[str, tuple[str, ...]] = {}
-    for role in ("prompt", "swap_prompt"):
-        name, value = next(iter(cells[role]), ("", None))
-        if (captions := () if value in (None, []) else captions_of(value)) is None:
-            raise UserError(f"{name} must be text, or a list of texts")
-        texts[role] = captions
-    name, prompts = next(iter(cells["prompt"]), ("", None))[0], texts["prompt"]
+    prompts, swapped = _texts(cells["prompt"]), tuple(filter(None, _texts(cells["swap_prompt"])))
     if require_prompt and not prompts:
-        raise UserError(f"{name} is empty")
+        raise UserError(f"{cells['prompt'][0][0]} is empty")
     mask, rejected = (next(iter(images[role]), None) for role in ("mask", "rejected"))
-    controls, swapped = tuple(images["control"]), tuple(filter(None, texts["swap_prompt"]))
-    return Sample("", images["target"][0], controls, prompts, mask, rejected, swap_prompts=swapped)
+    return Sample("", images["target"][0], tuple(images["control"]), prompts, mask, rejected, swap_prompts=swapped)
+
+
+def _texts(cells: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return the texts of a role in a row, given its column and value."""
+    name, value = next(iter(cells), ("", None))
+    if (texts := () if value in (None, []) else captions_of(value)) is None:
+        raise UserError(f"{name} must be text, or a list of texts")
+    return texts
 
 
 def names_images(values: Sequence[Any]) -> bool:
