@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 
 import cli.resolvers  # noqa: F401 (of the interpolations in a run's settings)
+from benchmarks.labels import stacked
 from callbacks.image_writer import PREDICTIONS, STRIPS
 from cli.placement import frozen_model
 from datamodules.batch import RawBatch
@@ -137,9 +138,7 @@ def make(name: str, folder: Path, settings: list[str]) -> tuple[dict[str, Any], 
     chosen = [f"data.control={name}", *EDITS[name].split(), *SETTINGS, f"output_dir={run}", "resume=auto"]
     command("train", *chosen, *settings)
     rows = [edit(run, pair, folder / f"held_out-{number}") for number, pair in enumerate(held_out(run))]
-    grid = Image.new("RGB", (max(row.width for row in rows), sum(row.height for row in rows)), "white")
-    for index, row in enumerate(rows):
-        grid.paste(row, (0, sum(above.height for above in rows[:index])))
+    grid = stacked(rows)
     steps, scores = read_metrics(run.metrics), read_validation(run.validation)
     figures = {
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)",

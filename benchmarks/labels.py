@@ -37,6 +37,14 @@ def labelled(image: Image.Image, headers: Sequence[str], labels: Sequence[str]) 
     return page
 
 
+def stacked(rows: Sequence[Image.Image]) -> Image.Image:
+    """Return images of any width below each other, on white."""
+    sheet = Image.new("RGB", (max(row.width for row in rows), sum(row.height for row in rows)), "white")
+    for index, row in enumerate(rows):
+        sheet.paste(row, (0, sum(above.height for above in rows[:index])))
+    return sheet
+
+
 def wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: float) -> str:
     """Break a text, without its backticks, into lines of at most a width in pixels, unless a word is wider."""
     lines: list[str] = []

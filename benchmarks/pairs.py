@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.labels import labelled, save_small, wrapped  # noqa: E402
+from benchmarks.labels import labelled, save_small, stacked, wrapped  # noqa: E402
 from benchmarks.shapes.photographs import edited  # noqa: E402
 from datamodules.images.recipes import RECIPES, middle  # noqa: E402
 
@@ -50,8 +50,8 @@ def image() -> Image.Image:
         left = column * side + GAP // 2
         sheet.paste(control, (left, GAP // 2))
         sheet.paste(target, (left, side + GAP // 2))
-        middle = left + SIDE / 2, 2.5 * side
-        pen.multiline_text(middle, wrapped(instruction, font, SIDE), "black", font, anchor="mm", align="center")
+        centre = left + SIDE / 2, 2.5 * side
+        pen.multiline_text(centre, wrapped(instruction, font, SIDE), "black", font, anchor="mm", align="center")
     return labelled(sheet, list(kinds), ("control", "target", "instruction"))
 
 
@@ -95,10 +95,7 @@ def controls() -> Image.Image:
             band.paste(photo, (left + MADE_SIDE, 0))
         labels = [f"{name} {MADE[name][1]}" for name in names[first : first + COLUMNS]]
         bands.append(labelled(band, labels + [""] * (COLUMNS - len(labels)), ()))
-    sheet = Image.new("RGB", (bands[0].width, sum(band.height for band in bands)), "white")
-    for index, band in enumerate(bands):
-        sheet.paste(band, (0, sum(above.height for above in bands[:index])))
-    return sheet
+    return stacked(bands)
 
 
 if __name__ == "__main__":

@@ -52,17 +52,21 @@ class RecipeImage(Packed):
         """Return the other image as training sees it."""
         return replace(self, chain=replace(self.chain, steps=()))
 
+    def _random(self, step: int) -> np.random.Generator:
+        """Return the generator of a step of the chain; -1: of the order of the steps."""
+        parts = [self.seed, self.name, self.view, self.variant, step]
+        return np.random.default_rng(list(hashlib.sha256(json.dumps(parts).encode()).digest()))
+
     def _strength(self, step: int) -> tuple[Any, np.random.Generator]:
         """Draw the strength of a step of the chain; return it with the generator for the rest."""
-        parts = [self.seed, self.name, self.view, self.variant, step]
-        random = np.random.default_rng(list(hashlib.sha256(json.dumps(parts).encode()).digest()))
-        return (None if step < 0 else self.chain.steps[step].strength(random)), random
+        random = self._random(step)
+        return self.chain.steps[step].strength(random), random
 
     def made_from(self, image: Image.Image) -> Image.Image:
         """Apply the recipes to the other image at its size in training, in RGB or RGBA."""
         made, order = image.convert("RGB"), list(range(len(self.chain.steps)))
         if self.chain.shuffle:
-            self._strength(-1)[1].shuffle(order)
+            self._random(-1).shuffle(order)
         for index in order:
             if (draw := RECIPES[self.chain.steps[index].name].draw) is not None:
                 made = draw(made, *self._strength(index))

@@ -142,11 +142,11 @@ def text(image: Image.Image, height: float, random: np.random.Generator) -> Imag
     size, fonts = max(6, round(height * min(image.size))), _fonts()
     words, font = random.choice(WORDS), ImageFont.truetype(random.choice(fonts), size)
     if random.random() < 0.5:
-        marks = Image.new("L", image.size)
         place = random.uniform(0.2, 0.8) * image.width, random.uniform(0.1, 0.9) * image.height
         for colour, stroke in (("black", size / 15), ("white", 0)):
+            marks = Image.new("L", image.size)
             ImageDraw.Draw(marks).text(place, words, 255, font, anchor="mm", stroke_width=stroke)
-            image, marks = _painted(image, colour, marks), Image.new("L", image.size)
+            image = _painted(image, colour, marks)
         return image
     reach, (_, _, wide, high) = round(np.hypot(*image.size)), font.getbbox(words)
     marks = Image.new("L", (reach, reach))

@@ -244,7 +244,7 @@ def _as_root(name: str, value: Any, settings: Mapping[str, Any]) -> Root:
 def _group(place: str, key: str, value: Any, settings: Mapping[str, Any]) -> Any:
     """Return the value of a setting, checked; of a group of settings, all of them, where a root may give only some.
 
-    A value that is no group of settings is that of the first one.
+    Any other value is the value of the group's first setting.
     """
     if key not in GROUPED:
         _require(place, key, value)
