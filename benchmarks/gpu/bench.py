@@ -25,6 +25,11 @@ TINY = {
     "axes_dims_rope": (4, 6, 6),
     "joint_attention_dim": 32,
     "pooled_projection_dim": 32,
+    # Z-Image's names
+    "dim": 32,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "axes_dims": (4, 6, 6),
 }
 NEEDS_CUDA = "needs CUDA"
 # A `Row.base` and its model, for the rows that follow.

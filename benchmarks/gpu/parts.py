@@ -86,7 +86,7 @@ HERE = "benchmarks.gpu"
 # By name; the checks in the order of what they tell.
 PARTS = {
     "attention": Part(f"{HERE}.attention.kernels", 90, 10),
-    **{row.name: Part(f"{HERE}.speed.measured", 300, 45 if row.how == "compiled" else 20, row) for row in ROWS},
+    **{row.name: Part(f"{HERE}.speed.measured", 150, 45 if row.how == "compiled" else 20, row) for row in ROWS},
     "gradients": Part(f"{HERE}.attention.gradients_by_kernel", 90, 15),
     "bases": Part(f"{HERE}.steps.bases", 180, 30),
     "compile": Part(f"{HERE}.program.compiled", 180, 40),
