@@ -279,6 +279,9 @@ def explained(error: Exception, known: Declared) -> str:
         return (
             f"{match[1]}: several values are a sweep, which needs -m; a list is [A,B]; text with a comma needs quotes."
         )
+    if str(error.__cause__).startswith("Cannot merge DictConfig with ListConfig"):
+        given = str(error).removeprefix("Error merging override ")
+        return f"{given}: a mapping cannot replace the list that is there. Give a list, as [{{KEY:VALUE}}]."
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: this is not YAML ({error.problem})."

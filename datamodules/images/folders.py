@@ -371,8 +371,9 @@ def note_unread(found: Found, folder: Path, root: Root) -> Found:
     images = [(one.target, *one.controls, one.mask, one.rejected) for one in found.samples]
     read = {_identity(path) for some in images for path in some if isinstance(path, Path)}
     stems = {stem_of(path) for some in images for path in some if isinstance(path, Path)}
-    ends, captions = ("", SWAP) if root.swap else ("",), [one.caption_file for one in found.samples if one.caption_file]
-    texts = {_identity(path.with_suffix(end)) for path in captions for end in ends}
+    captions = [(one.caption_file, Path(one.key).name + SWAP) for one in found.samples if one.caption_file]
+    texts = {_identity(path.with_suffix("")) for path, _ in captions}
+    texts |= {_identity(path.with_name(name)) for path, name in captions if root.swap}
     kinds: dict[tuple[Path, str], list[str]] = defaultdict(list)
     others = {_identity(Path(path).expanduser()) for path in root.others}
     for place, names in walk(folder):
@@ -388,10 +389,9 @@ def note_unread(found: Found, folder: Path, root: Root) -> Found:
             kinds[below, (stem[len(base) :] if base else "") + path.suffix].append((below / path.name).as_posix())
     if not kinds:
         return found
-    most_first = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
     named = [
         names[0] if len(names) == 1 else f"{(place / f'*{end}').as_posix()} ({len(names)})"
-        for (place, end), names in most_first
+        for (place, end), names in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
     ]
     return replace(found, notes=(*found.notes, f"{folder}: not read: {listing(named, 6)}"))
 

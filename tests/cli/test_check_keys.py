@@ -128,6 +128,11 @@ def test_a_mistake_in_the_arguments_is_one_line(script, arguments, words):
         ("train", ["data=parquet"], "there is no such choice. Choose cached, captions, pairs, shapes."),
         ("train", ["optimizer.momentum=3"], "the chosen options lack this setting. Choose optimizer=muon."),
         ("train", ["optimizer.lr=1,2"], "several values are a sweep, which needs -m"),
+        (
+            "train",
+            ["experiment=repair", "data.control={recipe: {jpeg: 10}}"],
+            "data.control={recipe: {jpeg: 10}}: a mapping cannot replace the list that is there. Give a list, as",
+        ),
         ("predict", ["~captioner/quantization"], "Could not delete 'captioner/quantization'"),
     ],
 )

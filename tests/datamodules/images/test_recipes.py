@@ -391,6 +391,15 @@ def test_each_sample_may_have_its_own_instruction_for_the_way_back(pairs, tmp_pa
     assert [one.prompts for one in data.training.samples] == [(f"undo {one.key}",) for one in data.training.samples]
     assert not any("not read" in note for note in data.notes)
     assert any("*.swap.txt (8)" in note for note in data_of(root).notes), "and it is named where it is not used"
+    (beside := tmp_path / "beside").mkdir()
+    for path in (root / "training_images").glob("*.png"):
+        shutil.copy(path, beside / f"{path.stem}_after.png")
+        shutil.copy(root / "control_images" / path.name, beside / f"{path.stem}_before.png")
+        (beside / f"{path.stem}_after.txt").write_text("snow")
+        (beside / f"{path.stem}.swap.txt").write_text(f"undo {path.stem}")
+    data = data_of(beside, "data.swap.share=true", "data.pair_suffixes=[_before,_after]")
+    assert [one.prompts for one in data.training.samples] == [(f"undo {one.key}",) for one in data.training.samples]
+    assert not any("not read" in note for note in data.notes)
     lines = ["file_name,control_file_name,prompt,swap_prompt"]
     lines += [f"training_images/0{n}.png,control_images/0{n}.png,snow,melt {n}" for n in range(3)]
     (root / "metadata.csv").write_text("\n".join(lines))
