@@ -50,3 +50,4 @@ def client(outputs):
     with TestClient(create_app(TOKEN, outputs=outputs), BASE) as client:
         client.get("/", params={"token": TOKEN})
         yield client
+        client.post("/try/stop", data={"memory": "1"})  # a process that a test has started

@@ -23,31 +23,30 @@ def train(folder, *settings):
 @pytest.mark.slow
 def test_a_run_is_watched_sampled_stopped_and_resumed_in_the_page_and_ends_bitwise_as_without_it(tmp_path):
     run, alone = tmp_path / "outputs/watched", tmp_path / "alone"
-    with studio_at(tmp_path) as address:
+    with studio_at(tmp_path) as address, browser_page(address) as page:
+        expect = sys.modules["playwright.sync_api"].expect
+        expect(page.get_by_role("link", name="start one")).to_be_visible()
         process = train(tmp_path, "output_dir=outputs/watched")
-        with browser_page(address) as page:
-            expect = sys.modules["playwright.sync_api"].expect
-            expect(page.get_by_role("link", name="start one")).to_be_visible()
-            page.get_by_role("link", name="watched").click()
-            charts = page.locator("[data-chart]")
-            before = charts.first.get_attribute("data-chart")
-            expect(charts.first).not_to_have_attribute("data-chart", before)
-            page.get_by_role("button", name="sample now").click()
-            slider = page.locator("input.step")
-            expect(slider).to_have_attribute("max", "1")  # the base's images and those of now
-            images = page.locator("img.result").first
-            expect(images).to_have_js_property("complete", True)
-            page.get_by_role("button", name="stop after this step").click()
-            resume = page.get_by_role("button", name="resume")
-            expect(resume).to_be_visible()
-            process.wait(60)
-            [sampled] = [step for step in (run / "samples").glob("step-*") if step.name != "step-000000"]
-            assert sampled.name != "step-000300", "the button came too late"
-            stopped = (run / "metrics.csv").read_text().splitlines()
-            assert len(stopped) < 300
-            resume.click()
-            expect(page.locator(".state")).to_have_text("finished")
-            expect(page.get_by_text("resuming with the settings of")).to_be_visible()  # the log
+        page.get_by_role("link", name="watched").click()
+        charts = page.locator("[data-chart]")
+        before = charts.first.get_attribute("data-chart")
+        expect(charts.first).not_to_have_attribute("data-chart", before)
+        page.get_by_role("button", name="sample now").click()
+        slider = page.locator("input.step")
+        expect(slider).to_have_attribute("max", "1")  # the base's images and those of now
+        images = page.locator("img.result").first
+        expect(images).to_have_js_property("complete", True)
+        page.get_by_role("button", name="stop after this step").click()
+        resume = page.get_by_role("button", name="resume")
+        expect(resume).to_be_visible()
+        process.wait(60)
+        [sampled] = [step for step in (run / "samples").glob("step-*") if step.name != "step-000000"]
+        assert sampled.name != "step-000300", "the button came too late"
+        stopped = (run / "metrics.csv").read_text().splitlines()
+        assert len(stopped) < 300
+        resume.click()
+        expect(page.locator(".state")).to_have_text("finished")
+        expect(page.get_by_text("resuming with the settings of")).to_be_visible()  # the log
     process = train(tmp_path, "output_dir=alone")
     assert process.wait(300) == 0
     there, here = weights(run), weights(alone)

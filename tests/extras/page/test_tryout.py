@@ -177,7 +177,7 @@ def test_mistakes_are_a_line_and_headers_and_names_are_text(tab, loras, photo, t
     assert not re.search("<(script>|u>)|<i>(?!compare</i>)", tab.text)
     for mistake, words in (
         ({"image": b"<html><script>"}, "it is empty or no image"),
-        ({"loras": [("outputs/missing", "1")]}, "outputs/missing is not a folder here"),
+        ({"loras": [("nobody/missing", "1")]}, "nobody/missing is not a folder here"),
         ({"loras": [(loras / "a", "strong")]}, "strong"),
         ({"seed": "1, x"}, "seed"),
         ({"more": "colour=red"}, "colour"),
