@@ -279,15 +279,15 @@ def explained(error: Exception, known: Declared) -> str:
         return (
             f"{match[1]}: several values are a sweep, which needs -m; a list is [A,B]; text with a comma needs quotes."
         )
-    if str(error.__cause__).startswith("Cannot merge DictConfig with ListConfig"):
-        given = str(error).removeprefix("Error merging override ")
-        return f"{given}: a mapping cannot replace the list that is there. Give a list, as [{{KEY:VALUE}}]."
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: this is not YAML ({error.problem})."
     known_well = isinstance(error.__cause__, UserError)
-    return ": ".join(_first_line(one) for one in (error, error.__cause__)[known_well:] if one is not None)
+    line = ": ".join(_first_line(one) for one in (error, error.__cause__)[known_well:] if one is not None)
+    in_words = "a mapping cannot replace the list that is there. Give a list, as [{KEY:VALUE}]."
+    return line.replace("Cannot merge DictConfig with ListConfig", in_words)
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    text = re.sub(r": \w+ raised while composing config:\n", ": ", str(error))  # the reason is on the next line
+    return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")

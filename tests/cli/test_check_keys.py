@@ -144,6 +144,16 @@ def test_hydras_own_errors_are_one_line_of_ours(script, overrides, words):
     assert "+" not in str(raised.value)
 
 
+def test_a_file_that_puts_a_mapping_over_a_list_is_one_line_with_the_reason(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    lines = "# @package _global_", "defaults: [repair, _self_]", "data: {control: {recipe: {jpeg: 10}}}"
+    (tmp_path / "experiment" / "mine.yaml").write_text("\n".join(lines))
+    line = r"^In 'experiment/mine': a mapping cannot replace the list"
+    with pytest.raises(UserError, match=line) as raised, hydras_errors("train"):
+        compose("train", "experiment=mine", f"hydra.searchpath=[{tmp_path}]")
+    assert "\n" not in str(raised.value)
+
+
 def test_yaml_with_a_mistake_names_its_line(tmp_path):
     (tmp_path / "mine.yaml").write_text("seed: 1\nadapter: {rank: [}\n")
     with pytest.raises(UserError, match=r"mine.yaml, line 2: this is not YAML"), hydras_errors("train"):
