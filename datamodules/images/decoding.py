@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from datamodules.images.colours import HDR, ROUNDING, UNREADABLE, UNSPECIFIED, conversion
@@ -28,7 +28,7 @@ from foundation.files import reason, require_file
 log = logging.getLogger("retouch")
 
 # Increase it when the same file gives other pixels: caches are then rebuilt.
-PREPROCESSING = 3
+PREPROCESSING = 4
 # Largest image to train on at its own size: 65,536 tokens, and attention is quadratic in them.
 MOST_PIXELS = 2**24
 # Held while a large image is decoded, which takes gigabytes.
@@ -47,9 +47,6 @@ FILLER = b"".join(bytes(range(1, 255)) * 16 + bytes((0xFF, 0xD0 + number)) for n
 BLACK = 32
 # PIL warns of damaged EXIF and the like, which does not affect the pixels, and of half of the pixels that it reads.
 warnings.filterwarnings("ignore", module="PIL")
-
-# Tag of EXIF.
-ORIENTATION = 0x0112
 
 Sides = tuple[int, int]
 
@@ -89,7 +86,9 @@ def opened(path: ImageFile) -> Iterator[Image.Image]:
             path = path.image
         if isinstance(path, Path):
             require_file(path)
-        with Image.open(path if isinstance(path, Path) else BytesIO(path.read_bytes()), formats=RASTERS) as image:
+        # PIL maps an uncompressed TIFF that is opened by its path, at the turned size: its pixels would be scrambled.
+        with path.open("rb") if isinstance(path, Path) else BytesIO(path.read_bytes()) as file:
+            image = Image.open(file, formats=RASTERS)
             tags = getattr(image, "tag_v2", {})  # of a TIFF: bits and photometric interpretation
             odd = image.mode.startswith("I") and tags and (tags.get(258), tags.get(262)) != ((16,), 1)
             if image.mode == "F" or odd:
@@ -170,17 +169,20 @@ def image_facts(path: ImageFile) -> Facts:
         UserError: the file is not an image.
     """
     with opened(path) as image:
-        width, height = image.size
-        # PIL's getexif of a PNG would decode all pixels, to find chunks after them.
-        exif = image.getexif() if image.info.get("late") else Image.Image.getexif(image)
-        turned = ORIENTATION in getattr(image, "tag_v2", ())  # a TIFF, by PIL
-        if not turned and exif.get(ORIENTATION, 1) in range(5, 9):
-            width, height = height, width
+        size = _upright_size(image)
         frames = image.format in MOVING and getattr(image, "n_frames", 1) > 1
         transform, fault = conversion(image)
         if fault:
             _note_fault(str(path), fault)
-        return Facts(width, height, frames, image.has_transparency_data, "" if transform is None else "srgb")
+        return Facts(*size, frames, image.has_transparency_data, "" if transform is None else "srgb")
+
+
+def _upright_size(image: Image.Image) -> Sides:
+    """Return (width, height) of an opened image once it is upright."""
+    # PIL's getexif of a PNG would decode all pixels, to find chunks after them.
+    exif = image.getexif() if image.info.get("late") else Image.Image.getexif(image)
+    turned = ExifTags.Base.Orientation in getattr(image, "tag_v2", ())  # a TIFF, by PIL
+    return image.size[::-1] if not turned and exif.get(ExifTags.Base.Orientation, 1) in range(5, 9) else image.size
 
 
 @lru_cache(maxsize=4096)
@@ -309,13 +311,15 @@ def open_image(path: ImageFile, area: int | None = None, in_srgb: bool = True, a
         size = shrunk(*size, path.side**2) if path.side else size
         return path.made_from_whole(open_image(path.image, size[0] * size[1], alpha=alpha), size)
     with opened(path) as image:
-        times = 1 if area is None else int((image.width * image.height / area) ** 0.5 / REDUCING_GAP)
+        size, width, drafted = _upright_size(image), image.width, 1
+        times = 1 if area is None else int((width * image.height / area) ** 0.5 / REDUCING_GAP)
         if times > 1:
-            width = image.width
             image.draft(None, (width // times, image.height // times))
-            times //= round(width / image.width)
+            times //= (drafted := round(width / image.width))
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
+        if image.size != tuple(-(-side // drafted) for side in size):
+            raise ValueError(f"its header gives {size[0]}x{size[1]} pixels, its content {image.width}x{image.height}")
         transform, opacity = conversion(image)[0] if in_srgb else None, _opacity(image)
         if image.mode.startswith("I"):  # 16 bits a pixel, whatever the byte order
             deep = np.asarray(image).clip(0, 2**16 - 1).astype(np.uint16)

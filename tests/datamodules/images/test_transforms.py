@@ -13,6 +13,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from datamodules.images.decoding import floor_size, image_size, open_image, open_mask, verify_image, verify_mask
+from datamodules.images.samples import Slice
 from datamodules.images.windows import ConditionImages, Window, load_image, load_mask
 from foundation.errors import UserError
 from tests.support.pictures import photograph
@@ -60,6 +61,33 @@ def test_header_and_pixels_are_turned_by_one_rule(image, tmp_path, suffix, orien
         ways = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))  # of PIL's Transpose
         expected = stored.transpose(Image.Transpose(ways[orientation])) if orientation in ways else stored
         assert np.array_equal(open_image(path), expected)
+
+
+# The first five and 16 bits were mapped by PIL, from a path only, at the turned size; a palette in a tar never was.
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "I;16", "I;16B", "1", "LA", "RGB"])
+@pytest.mark.parametrize("orientation", range(5, 9))
+def test_uncompressed_tiffs_of_one_strip_are_turned_like_compressed_ones(tmp_path, mode, orientation):
+    levels = np.random.default_rng(0).integers(0, 256, (32, 48, 4), dtype=np.uint8)
+    if mode.startswith("I"):
+        stored = Image.fromarray((levels[..., 0].astype(int) * 257).astype({"I;16": "<u2", "I;16B": ">u2"}[mode]))
+    else:
+        stored = Image.fromarray(levels).convert("RGB").convert(mode) if mode != "RGBA" else Image.fromarray(levels)
+    for name, more in {"plain": {}, "packed": {"compression": "tiff_lzw"}}.items():
+        stored.save(tmp_path / f"{name}.tif", tiffinfo={0x0112: orientation}, **more)
+    plain, packed = tmp_path / "plain.tif", tmp_path / "packed.tif"
+    assert image_size(plain) == open_image(plain).size == SIZE[::-1]
+    assert np.array_equal(open_image(plain), open_image(packed))
+    if mode in ("L", "1", "I;16"):
+        assert np.array_equal(open_mask(plain), open_mask(packed))
+    with plain.open("ab") as file:  # in a container
+        assert np.array_equal(open_image(Slice("x", str(plain), 0, file.tell())), open_image(packed))
+
+
+def test_pixels_of_another_size_than_the_headers_are_refused(image, tmp_path, monkeypatch):
+    image.save(tmp_path / "x.png")
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", lambda image, in_place: image.thumbnail((16, 16)))
+    with pytest.raises(UserError, match=r"x\.png: its header gives 48x32 pixels, its content 16x"):
+        open_image(tmp_path / "x.png")
 
 
 def test_orientation_of_a_tiff_that_only_xmp_names(image, tmp_path):
