@@ -101,7 +101,7 @@ class ModelCard(L.Callback):
             captions=len(captions),
             trigger_word=self.trigger_word,
             grid=GRID if strips else "",
-            columns=f"{'Control, before' if strips and strips[0].controls else 'Before'}, after and target",
+            columns=f"{'Controls, before' if strips and strips[0].controls else 'Before'}, after and target",
             shown_step=shown,
             held_out=data.validation is not None,
             measured_steps=[int(row["step"]) for row in (*measured[:1], *measured[-1:])],

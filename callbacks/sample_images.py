@@ -129,9 +129,11 @@ class SampleImages(L.Callback):
             return
         names = file_names([one.key for one in self.results])
         first = min(self.results, key=lambda made: (not made.controls, names[made.key]))
-        if first.controls and not self.run.control.is_file():  # its own file may be inside a table or a tar
-            with best_effort(str(self.run.control)):
-                save_png(to_image(first.controls[0]), self.run.control)
+        # Their own files may be inside a table or a tar.
+        for number, control in enumerate(first.controls if not self.run.controls() else (), start=1):
+            path = self.run.samples / f"control{f'_{number}' if number > 1 else ''}.png"
+            with best_effort(str(path)):
+                save_png(to_image(control), path)
         data = PairsDataModule.of(trainer)
         private = data.sample_set.outside((data.validation or data.training).samples[: self.count])
         for one in self.results:

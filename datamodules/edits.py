@@ -28,7 +28,7 @@ from datamodules.images.folders import (
     stem_of,
 )
 from datamodules.images.samples import CAPTION_SUFFIXES
-from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window, extends
+from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
 from foundation.errors import UserError, listing, printable
 from foundation.files import read_text
 
@@ -201,12 +201,10 @@ class EditsDataModule(PromptData):
         size = self.width or own[0], self.height or own[1]
         if self.condition_images.fits_target:
             windows = [self.condition_images.fitted(image_size(path), size) for path in paths]
-        elif not self.condition_images.sets_target:  # an image that the result extends has its scale, as in training
-            sizes = map(image_size, paths)
-            windows = [
-                window_of(*one) if extends(size, floor_size(*one)) else window
-                for one, window in zip(sizes, windows, strict=True)
-            ]
+        elif not self.condition_images.sets_target:
+            for index, (width, height) in enumerate(floor_size(*image_size(path)) for path in paths):
+                if width <= size[0] and height <= size[1]:  # the result extends it: one scale, as in training
+                    windows[index] = window_of(*image_size(paths[index]))
         return windows, size
 
     def share(self) -> list[PromptedImage]:

@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,9 @@ LARGEST, THUMBNAIL = 512, 128
 SMALLEST, GAP, LABEL = 128, 6, 18
 # Side in pixels of a checkerboard's squares.
 SQUARE = 8
-# Text chunks of a strip's PNG: the widths of its parts; marks of strips without a target, and of those not to publish.
-PARTS = "parts"
+# Text chunks of a strip's PNG: the widths of its parts and the own sizes of its controls; marks of strips without a
+# target, and of those not to publish.
+PARTS, SIZES = "parts", "control sizes"
 NO_TARGET, PRIVATE = "no target", "private"
 
 
@@ -102,6 +104,7 @@ class Strip(NamedTuple):
 
     Attributes:
         private: it is not published: its files are not of data.root.
+        sizes: (width, height) at which the model sees the controls, which are scaled in the file.
     """
 
     controls: list[Image.Image]
@@ -109,6 +112,7 @@ class Strip(NamedTuple):
     target: Image.Image | None
     prompt: str
     private: bool = False
+    sizes: Sequence[tuple[int, int]] = ()
 
     @property
     def parts(self) -> list[Image.Image]:
@@ -121,6 +125,7 @@ class Strip(NamedTuple):
         image = Image.fromarray(np.concatenate([np.asarray(part) for part in parts], axis=1))
         marks = {NO_TARGET: self.target is None, PRIVATE: self.private}
         facts = {PARTS: " ".join(str(part.width) for part in parts), "prompt": self.prompt}
+        facts[SIZES] = " ".join(f"{one.width}x{one.height}" for one in self.controls)
         save_png(image, path, facts | {name: "true" for name, holds in marks.items() if holds})
         return image
 
@@ -145,7 +150,8 @@ def read_strip(path: Path) -> Strip:
     parts = [image.crop((left, 0, right, image.height)) for left, right in pairwise(edges)]
     target = None if NO_TARGET in facts else parts.pop()
     *controls, result = parts
-    return Strip(controls, result, target, facts.get("prompt", ""), PRIVATE in facts)
+    sizes = [(int(width), int(height)) for width, height in re.findall(r"(\d+)x(\d+)", facts.get(SIZES, ""))]
+    return Strip(controls, result, target, facts.get("prompt", ""), PRIVATE in facts, sizes)
 
 
 def file_names(keys: Sequence[str]) -> dict[str, str]:
@@ -241,7 +247,8 @@ def write_grid(
     for name, path_after in samples[max(samples)].items():
         strip = read_strip(path_after)
         if name in first and strip.target is not None and not (public and strip.private):
-            images = {"control": strip.controls[0]} if strip.controls else {}
+            several = len(strip.controls) > 1
+            images = {f"control {n}" if several else "control": one for n, one in enumerate(strip.controls, start=1)}
             images |= {"before": read_strip(first[name]).result, "after": strip.result, "target": strip.target}
             rows.append(labelled_row(images))
     if not rows:

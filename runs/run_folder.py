@@ -50,7 +50,6 @@ class RunFolder:
         config: its settings; this file marks a folder as a run's.
         finished: the end of the run: its last step, and the value that a sweep compares.
         samples: folder of the sample images, with a folder for each step.
-        control: the first condition image of the first sample, which commands name.
         metrics: table with a row for each optimizer step.
         validation: table with a row for each set of sample images.
         grid: control, before, after and target.
@@ -66,7 +65,6 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoints" / "last.ckpt"
         self.finished = self.path / "finished.json"
         self.samples = self.path / "samples"
-        self.control = self.samples / "control.png"
         self.metrics = self.path / "metrics.csv"
         self.validation = self.path / "validation.csv"
         self.report = self.path / "report.html"
@@ -130,6 +128,10 @@ class RunFolder:
                 if path.resolve().is_relative_to(self.path.resolve()) and "-of-" not in path.name:  # a transformer's
                     found[path.parent.name] = path
         return found
+
+    def controls(self) -> list[Path]:
+        """Return the condition images of the first sample, which commands name."""
+        return sorted(self.samples.glob("control*.png"), key=lambda path: (len(path.name), path.name))
 
     def samples_of(self, step: int) -> Path:
         """Return the folder of the sample images of one step."""

@@ -141,10 +141,9 @@ def report(trainer: L.Trainer, run: RunFolder, cfg: DictConfig) -> End:
         log.warning(f"note: {failure}")
     log.info(f"done: {run.weights(kind, 'last')}")
     sample = next(last_strips(run), None)
-    photo = str(run.control) if run.control.is_file() else "PHOTO.png"
     weights = module.adapter.predict_arguments(str(run), cfg.model_name)
     settings = {"prompt": sample.prompt[:200] + "..." * (len(sample.prompt) > 200) if sample else "..."}
-    log.info(f"try it: {predict_command(module, weights, settings, photo, sample)}")
+    log.info(f"try it: {predict_command(module, weights, settings, list(map(str, run.controls())), sample)}")
     monitor = cfg.monitor or (validation.monitor if validation is not None and validation.rows else "loss_avg")
     measured = {**(metrics.latest if metrics else {}), **(validation.measured() if validation else {})}
     if trainer.is_global_zero and monitor not in measured and metrics is not None and metrics.latest:

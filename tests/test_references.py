@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -11,8 +12,10 @@ from PIL import Image
 
 from datamodules.pairs import PairDataset
 from foundation.errors import UserError
+from report.images import read_strip
 from runs.run_folder import RunFolder
 from tasks.encode import build_cache
+from tests.callbacks.test_report import Page
 from tests.support.combinations import first
 from tests.support.commands import compose
 from tests.support.objectives import losses
@@ -20,6 +23,7 @@ from tests.support.pictures import make_pairs, photograph, pixels, records
 from tests.support.same_runs import SMOOTH_ADAM, assert_close, assert_close_losses
 from tests.support.several_runs import DDP, FSDP
 from tests.support.tiny_pipelines import MODELS
+from tests.test_shown import pasted
 
 MODELS_WITHOUT = first(1, ["flux_kontext", "flux2_klein_4b", "flux3_klein"])
 
@@ -119,7 +123,7 @@ def test_mixed_set_trains_in_full_batches_and_predicts_with_and_without_an_image
     assert len(widths) == 3, "result and target, and none, one or two references before them"
     hint = next(line for line in outcome.text.splitlines() if "try it: " in line)
     assert "image=" in hint
-    assert RunFolder(str(folder)).control.is_file()
+    assert len(RunFolder(str(folder)).controls()) == hint.count("control") > 0
     request = [f"lora={folder}", "prompt=make it snow", "num_inference_steps=2", f"output_dir={tmp_path / 'out'}"]
     run("predict", *request, "width=64", "height=48")
     run("predict", *request, f"image={kinds[1] / 'control' / '00.png'}", f"output_dir={tmp_path / 'edit'}")
@@ -127,6 +131,29 @@ def test_mixed_set_trains_in_full_batches_and_predicts_with_and_without_an_image
     assert (one["width"], one["height"], one["image"]) == (64, 48, None)
     assert edit["image"] == str(kinds[1] / "control" / "00.png")
     assert pixels(tmp_path / "out" / one["file"]).std() > 1
+
+
+def test_commands_and_the_grid_show_all_references(run, repositories, kinds, tmp_path, monkeypatch):
+    """The page's command, run unchanged, creates the sample image that the run shows."""
+    monkeypatch.chdir(tmp_path)
+    more = ["output_dir=run", "trainer.max_steps=1", "trainer.accelerator=cpu", "logger=none", "adapter.rank=4"]
+    more += ["model.sampling.num_inference_steps=2", "callbacks.sample_images.count=1", "optimizer.lr=1e-2"]
+    text = run("train", *settings(repositories, "flux_kontext", str(kinds[2]), tmp_path, *more)).text
+    assert "'image=" not in text
+    both = 'image=\'["run/samples/control.png","run/samples/control_2.png"]\''
+    assert both in next(line for line in text.splitlines() if "try it: " in line)
+    command = Page(tmp_path / "run" / "report.html").blocks[0]
+    assert both in command
+    run("predict", *pasted(command)[1:], "output_dir=out")
+    [sample] = (tmp_path / "run" / "samples" / "step-000001").glob("*.png")
+    strip, [result] = read_strip(sample), (tmp_path / "out").glob("*.png")
+    assert len(strip.controls) == 2
+    assert np.array_equal(pixels(result), np.asarray(strip.result))
+    card = (tmp_path / "run" / "lora" / "last" / "README.md").read_text()
+    assert "PHOTO_1.png" in card
+    assert "PHOTO_2.png" in card
+    grid = Image.open(tmp_path / "run" / "grid.png")
+    assert grid.width > 550  # two controls, before, after and target; 489 with one
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import io
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from report.images import data_url, read_strip
 from report.quoting import shareable, without_secrets
 from tests.support.commands import compose, short
 from tests.support.gallery import SHOWN
+from tests.support.pictures import make_pairs
 from tests.test_shown import pasted
 
 
@@ -127,6 +130,30 @@ def test_page_of_a_running_run_shows_its_current_state(run, tiny, pairs, tmp_pat
     assert json.loads(re.search(r"data-chart='({.*?})'", pages[-1])[1])["lines"][1]["x"] == [1, 2]
     assert ">after step 2</figcaption>" in pages[-1]
     assert ["location.reload" in page for page in pages] == [True] * (len(pages) - 1) + [False]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [("border", [(64, 64)]), (None, [(32, 64)]), (None, [(40, 48)]), ("jpeg", [(64, 64)])]
+)
+def test_the_printed_command_creates_the_shown_image_whatever_its_size(run, tiny, tmp_path, monkeypatch, recipe, sizes):
+    """The target extends its control on all sides, on one, or has its size at most."""
+    monkeypatch.chdir(tmp_path)
+    make_pairs(Path("pairs"), sizes)
+    if recipe:
+        shutil.rmtree("pairs/control_images")
+    else:
+        for path in Path("pairs/training_images").glob("*.png"):
+            Image.open(path).resize((64, 64)).save(path)
+    made = [f"data.control={recipe}"] if recipe else []
+    text = run("train", *short(tiny, "pairs", Path("run"), 1, shown=True), *made, "optimizer.lr=1e-2").text
+    command = Page(Path("run/report.html")).blocks[0]
+    extends = " width=64 height=64 "
+    assert (extends in command, extends in text, extends in Path("run/lora/last/README.md").read_text()) == (
+        (recipe != "jpeg",) * 3
+    )
+    run("predict", *pasted(command)[1:], "output_dir=out")
+    [sample], [result] = Path("run/samples/step-000001").glob("*.png"), Path("out").glob("*.png")
+    assert np.array_equal(np.asarray(Image.open(result)), np.asarray(read_strip(sample).result))
 
 
 @pytest.mark.slow

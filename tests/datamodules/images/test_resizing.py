@@ -109,12 +109,13 @@ def test_target_that_extends_its_control_to_one_side_has_the_same_scale(model, t
         )
         assert [window.size for window in view.windows] == [(176, 80), (80, 80)]
     Image.new("RGB", (1605, 1605)).save(tmp_path / "x.png")
-    edits = EditsDataModule(str(tmp_path / "x.png"), "x", None, None, [0], [1.0], 1600, 3200, MEGAPIXEL, 1)
-    edits.condition_images = images
-    windows, size = edits._windows((tmp_path / "x.png",))
-    assert size == (3200, 1600)
-    whole = {"kontext": 1600, "flux3": 1605}.get(model)
-    assert windows[0].frame == ((whole, whole) if whole else images.window(1605, 1605).frame)
+    for height, width in ((1600, 3200), (3200, 1600), (3200, 3200), (1600, 1600), (1616, 1920), (1600, 800)):
+        edits = EditsDataModule(str(tmp_path / "x.png"), "x", None, None, [0], [1.0], height, width, MEGAPIXEL, 1)
+        edits.condition_images = images
+        windows, size = edits._windows((tmp_path / "x.png",))
+        assert size == (width, height)
+        whole = {"kontext": 1600, "flux3": 1605}.get(model) if width >= 1600 else None
+        assert windows[0].frame == ((whole, whole) if whole else images.window(1605, 1605, MEGAPIXEL).frame)
 
 
 def test_other_extensions_are_noted_with_their_zoom():
