@@ -120,8 +120,12 @@ class LoRACheckpoint(L.Callback):
         step = trainer.global_step
         header = {"adapter": module.adapter.metadata(), "model": self.model, "step": step, **module.base.provenance()}
         header["objective"] = module.objective.name
-        if not all(root.caption_per_line for root in PairsDataModule.of(trainer).sample_set.roots):
+        roots = PairsDataModule.of(trainer).sample_set.roots
+        if not all(root.caption_per_line for root in roots):
             header["caption_per_line"] = False
+        sides = [side for root in roots for side in root.resolution]
+        if sides and max(sides) != module.geometry.resolution:
+            header["resolution"] = max(sides)
         if module.execution.training_adapter is not None:
             header["training_adapter"] = module.execution.training_adapter.name
         ema = module.optimization.ema

@@ -52,6 +52,7 @@ class SampleImages(L.Callback):
         count: number of samples, the first held-out ones, or of the training data without these.
         seed: seed of each image, as in prediction.
         root: images without targets, see `own_edits`; None for none.
+        trigger_word: replaces [trigger] in their prompts.
         max_area: pixels to which larger ones of these are shrunk, as in prediction.
 
     Attributes:
@@ -60,13 +61,20 @@ class SampleImages(L.Callback):
     """
 
     def __init__(
-        self, output_dir: str, sample_every: int, count: int, seed: int, root: str | None, max_area: int
+        self,
+        output_dir: str,
+        sample_every: int,
+        count: int,
+        seed: int,
+        root: str | None,
+        trigger_word: str | None,
+        max_area: int | None,
     ) -> None:
         self.run = RunFolder(output_dir)
         self.sample_every = sample_every
         self.count = count
         self.seed = seed
-        self.edits = None if root is None else own_edits(root, seed, max_area)
+        self.edits = None if root is None else own_edits(root, seed, max_area, trigger_word)
         self._other: SamplingTransformer | None = None
         self._shown: list[Shown] | None = None  # this process's
         self._step = 0

@@ -27,12 +27,15 @@ from datamodules.images.folders import (
     is_image,
     stem_of,
 )
-from datamodules.images.samples import CAPTION_SUFFIXES
+from datamodules.images.samples import CAPTION_SUFFIXES, TRIGGER
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
 from foundation.errors import UserError, listing, printable
 from foundation.files import read_text
 
 log = logging.getLogger("retouch")
+
+# Ratio of areas beyond which a result is far from the images of training: its sides differ by more than twice.
+FAR = 4
 
 
 @dataclass
@@ -84,10 +87,12 @@ class EditsDataModule(PromptData):
         seeds, lora_scales: each prompt has a result for each pair of them.
         height, width: size of the result; None for the size at which the model sees the image, or without an image for
             the model's resolution.
-        max_area: larger images are shrunk to this many pixels before the edit.
+        max_area: larger images are shrunk to this many pixels before the edit; None for the area of training.
         batch_size: results of one image that are sampled at once.
         setting: the name of `image` in messages.
         caption_per_line: treat each line of X.txt as a prompt, as in training.
+        trigger_word: replaces [trigger] in prompts, as in training; None if the weights name none.
+        trained: side of the square whose area the weights were trained at; 0 for the model's.
 
     Attributes:
         edits: one for each request.
@@ -103,10 +108,12 @@ class EditsDataModule(PromptData):
         lora_scales: Sequence[float],
         height: int | None,
         width: int | None,
-        max_area: int,
+        max_area: int | None,
         batch_size: int,
         setting: str = "image",
         caption_per_line: bool = True,
+        trigger_word: str | None = None,
+        trained: int = 0,
     ) -> None:
         super().__init__()
         self.caption_per_line = caption_per_line
@@ -121,6 +128,7 @@ class EditsDataModule(PromptData):
             numbered = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
             names.add(name := next(name for name in numbered if name not in names))
             own = shared or self._own_prompts(paths[0], listing_of(paths[0].parent))
+            own = own if trigger_word is None else [prompt.replace(TRIGGER, trigger_word) for prompt in own]
             keys = [f"{name}_p{number:02d}" for number in range(len(own))]
             for first in range(0, len(own), batch_size):
                 some = slice(first, first + batch_size)
@@ -133,7 +141,10 @@ class EditsDataModule(PromptData):
         self.max_area = max_area
         self.batch_size = batch_size
         self.condition_images = ConditionImages()
-        self.resolution = 0
+        self.resolution, self.trained = 0, trained
+        if any(TRIGGER in prompt for edit in self.edits for prompt in edit.prompts):
+            where = "the LoRA names no trigger word" if setting == "image" else "data.trigger_word is not set"
+            log.warning(f"note: {TRIGGER} stays as it is in the prompts of {setting}: {where}")
         for path in dict.fromkeys(path for edit in self.edits for path in edit.paths):
             image_size(path)
             verify_image(path)
@@ -157,6 +168,8 @@ class EditsDataModule(PromptData):
             prompts = [(edit.paths, *one) for edit in self.edits for one in zip(edit.keys, edit.prompts, strict=True)]
             self.edits = [PromptedImage(paths, [key], [prompt]) for paths, key, prompt in prompts]
         self.condition_images, self.resolution = images, model.geometry.resolution
+        self.trained = self.trained or self.resolution
+        self.max_area = self.max_area or max(self.trained, self.resolution) ** 2
         for side, pixels in (("height", self.height), ("width", self.width)):
             if pixels and pixels % model.geometry.result_multiple:
                 multiple = model.geometry.result_multiple
@@ -178,6 +191,21 @@ class EditsDataModule(PromptData):
                 log.warning(
                     f"note: {name} sees {path.name} at {own[0]}x{own[1]}: a result of another size may be zoomed. "
                     "Leave width and height out"
+                )
+                break
+
+        self._note_other_size()
+
+    def _note_other_size(self) -> None:
+        """Log a note if results are much larger or smaller than the images that the weights were trained on."""
+        for edit in self.edits:
+            (width, height), side = self._windows(edit.paths)[1], self.trained
+            if not 1 / FAR <= width * height / side**2 <= FAR:
+                hint = f". max_area={side**2} shrinks it" if edit.paths and width * height > side**2 else ""
+                what = edit.paths[0].name if edit.paths else "the result"
+                log.warning(
+                    f"note: {printable(what)} has {width}x{height} pixels here, far from about {side}x{side}, the size "
+                    f"of training: expect worse images{hint}"
                 )
                 break
 
@@ -235,7 +263,7 @@ class EditsDataModule(PromptData):
         )
 
 
-def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
+def own_edits(root: str, seed: int, max_area: int | None = None, trigger_word: str | None = None) -> EditsDataModule:
     """Return the edits of sample_root: of its images, or without images, samples from its texts."""
     path = Path(str(root)).expanduser()
     no_images = path.is_dir() and not Listing.of(path).images
@@ -243,7 +271,8 @@ def own_edits(root: str, seed: int, max_area: int) -> EditsDataModule:
     texts = [one for one in named if not is_clutter(one.name)]
     prompts = [prompt for text in texts for prompt in text_prompts(read_text(text))]
     image = None if texts else root
-    return EditsDataModule(image, prompts, None, None, [seed], [1.0], None, None, max_area, 1, "sample_root")
+    settings = (None, [seed], [1.0], None, None, max_area, 1, "sample_root")
+    return EditsDataModule(image, prompts, None, *settings, trigger_word=trigger_word)
 
 
 def find_images(image: str | Sequence[str], setting: str = "image") -> list[tuple[Path, ...]]:

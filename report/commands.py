@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
-from foundation.settings import CONF
 from lightning_modules.edit_module import EditModule
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.repository import index_file, resolve_repository
@@ -13,8 +10,6 @@ from report.images import Strip
 from report.origin import public_name
 from report.quoting import override, portable_path, program
 from runs.run_folder import RunFolder
-
-PREDICT = CONF / "predict.yaml"
 
 
 class Names(NamedTuple):
@@ -125,7 +120,7 @@ def _size_of(module: EditModule, sample: Strip) -> dict[str, int]:
     """
     images, size = module.condition_images, sample.result.size
     if sample.sizes:
-        window = images.of_count(len(sample.sizes)).window(*sample.sizes[0], OmegaConf.load(PREDICT).max_area)
+        window = images.of_count(len(sample.sizes)).window(*sample.sizes[0], module.geometry.resolution**2)
         left, top, right, bottom = window.inside
         usual = [window.size, (right - left, bottom - top)]
     else:

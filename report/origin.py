@@ -36,9 +36,21 @@ class Origin(NamedTuple):
         known = {name: hub_id(name, model_name) for name in (base.name, base.transformer_name)}
         licences = [licence(name, id, base.revision if name == base.name else None) for name, id in known.items()]
         same = licences[0] if all(one == licences[0] for one in licences) else {}
+        if not any(licences) and {*known} == {base.name} and model_name in catalogue():
+            same = _catalogued(known[base.name] or base.name, model_name)
         of_retouch = "Shapes, the small model that comes with Retouch"
         sentence = of_retouch if base.name == EMBEDDED else code(Path(public_name(base.name, model_name)).name)
         return cls([id for id in known.values() if id], sentence, same)
+
+
+def _catalogued(name: str, model_name: str) -> dict[str, str]:
+    """Return the licence that conf/model gives for its own base, as `licence` does."""
+    model = catalogue()[model_name]
+    if name != model.base or not model.licence:
+        return {}
+    if linked := re.match(r"\[(.+?)\]\((.+?)\)", model.licence):
+        return {"license": "other", "license_name": linked[1], "license_link": linked[2]}
+    return {"license": model.licence.lower().replace(" ", "-")}
 
 
 def public_name(name: str, model_name: str) -> str:

@@ -23,11 +23,13 @@ from foundation.errors import UserError
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.reading import LoRAFile, find_or_download
+from lightning_modules.lora_files.writing import SPEC_PREFIX
 from lightning_modules.objectives.slider import SliderObjective
 from report.origin import published
 from runs.signals import stop
 from tasks.models import header_here, is_given, model_settings
 
+TRIGGER_PHRASE = f"{SPEC_PREFIX}trigger_phrase"
 KEPT: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)  # model and settings, if it stays loaded
 
 
@@ -72,8 +74,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
     family: Any = get_class(cfg.model._target_)
-    per_line = all(header.get("caption_per_line", True) for header in headers)
-    data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales, per_line)
+    data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales, files)
     cfg.model.transformer_name_or_path = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
     module = kept_or_new(cfg)
     module.sampler.loras, module.sampler.sampling = AppliedLoRAs(files, by_layer, weights), sampling
@@ -92,9 +93,11 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
 
 
 def requests(
-    cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float], caption_per_line: bool = True
+    cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float], files: list[Path]
 ) -> EditsDataModule:
-    """Return all requested images: the product of images, prompts, seeds and scales."""
+    """Return all requested images: the product of images, prompts, seeds and scales; `files`: of the LoRAs."""
+    loras = list(map(LoRAFile, files))
+    headers, phrases = [lora.header for lora in loras], [lora.metadata.get(TRIGGER_PHRASE) for lora in loras]
     if isinstance(cfg.prompts_file, ListConfig):
         raise UserError(
             f"prompts_file={cfg.prompts_file}: only one file is read. Put all prompts into it, one a line, or pass "
@@ -106,7 +109,9 @@ def requests(
         negative_prompt=negative_prompt,
         seeds=list(dict.fromkeys(seed + i for seed in as_list(cfg, "seed") for i in range(cfg.num_images_per_prompt))),
         lora_scales=lora_scales,
-        caption_per_line=caption_per_line,
+        caption_per_line=all(header.get("caption_per_line", True) for header in headers),
+        trigger_word=", ".join(dict.fromkeys(filter(None, phrases))) or None,
+        trained=max((side for header in headers if isinstance(side := header.get("resolution"), int)), default=0),
         **{name: cfg[name] for name in ("prompts_file", "height", "width", "max_area", "batch_size")},
     )
 
@@ -144,7 +149,7 @@ def note_unused_area(cfg: DictConfig, module: Any) -> None:
     """Warn if max_area on the command line has no effect."""
     images = module.condition_images
     most = images.vae_image_size or images.most_area or math.inf
-    if is_given("max_area") and (cfg.image is None or cfg.max_area > most):
+    if is_given("max_area") and cfg.max_area and (cfg.image is None or cfg.max_area > most):
         limit = "no image is shrunk to it" if cfg.image is None else f"{module.base.name} sees at most {most} pixels"
         log.warning(f"note: max_area={cfg.max_area} has no effect: {limit}")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -36,9 +36,9 @@ from lightning_modules.lora_files.reading import (
     LoRAFile,
     find_or_download,
 )
-from lightning_modules.lora_files.writing import LORA_FORMATS, modelspec, modelspec_in, write
+from lightning_modules.lora_files.writing import KOHYAS_BASE, LORA_FORMATS, modelspec, modelspec_in, write
 from lightning_modules.pretrained.repository import resolve_dtype
-from report.images import data_url, last_strips
+from report.images import data_url, last_strips, save_png
 from report.origin import published
 from runs.run_folder import RunFolder, best_effort
 from tasks.edit import as_list, weights_of
@@ -133,8 +133,11 @@ def export(cfg: DictConfig, output_dir: Path) -> None:
         facts |= {"weights": weights} if cfg.merge is not None else {}
         facts |= {"rank": cfg.rank} if cfg.rank is not None else {}
         header = published(lora.header_of(facts), model.name)
-        header["modelspec"] = _modelspec(cfg, files, titles, model)
+        image = _sample_of(files[0]) if len(files) == 1 else None
+        header["modelspec"] = _modelspec(cfg, files, titles, model, image)
         write(path, lora.deltas, header, dtype, cfg.format, model.names)
+        if image is not None and (cfg.overwrite or not path.with_suffix(".png").exists()):  # LoRA managers show it
+            save_png(image, path.with_suffix(".png"))
         _print_table(path, lora, model, cfg.format)
     log.info(f"done: {path}")
 
@@ -248,16 +251,27 @@ def title(path: Path) -> str:
     return name if folder.name == "last" else f"{name}_{folder.name}"
 
 
-def _modelspec(cfg: DictConfig, files: Sequence[LoRAFile], titles: Sequence[str], model: KnownModel) -> dict[str, str]:
-    """Return the entries of the Model Metadata Standard; those of a single file's author are kept."""
+def _sample_of(file: LoRAFile) -> Image.Image | None:
+    """Return the first published sample image of a file's run at its step; None without one."""
+    with best_effort("preview"):
+        strips = last_strips(RunFolder(file.path.parent.parent.parent), file.header.get("step", math.inf))
+        return next((strip.result for strip in strips if not strip.private), None)
+    return None
+
+
+def _modelspec(
+    cfg: DictConfig, files: Sequence[LoRAFile], titles: Sequence[str], model: KnownModel, image: Image.Image | None
+) -> dict[str, str]:
+    """Return the entries of the Model Metadata Standard, and the base for kohya's readers.
+
+    Entries of a single file's author are kept; `image` becomes the thumbnail.
+    """
     facts: dict[str, str | None] = {"title": "+".join(titles), "implementation": cfg.format}
+    facts[KOHYAS_BASE] = re.sub("_fp[48]$", "", model.name)
+    facts["thumbnail"] = None if image is None else data_url(ImageOps.fit(image, (256, 256)), 256)
     for file in files if cfg.merge is None else ():
         # Not today's date: each export of a file has the same bytes.
         facts["date"] = datetime.fromtimestamp(file.path.stat().st_mtime, UTC).date().isoformat()
-        with best_effort("thumbnail in the header"):
-            strips = last_strips(RunFolder(file.path.parent.parent.parent), file.header.get("step", math.inf))
-            squares = (ImageOps.fit(strip.result, (256, 256)) for strip in strips if not strip.private)
-            facts["thumbnail"] = next((data_url(image, 256) for image in squares), None)
         facts |= {key: text for key, text in modelspec_in(file.metadata).items() if key in KEPT_ENTRIES}
     facts |= {key: cfg.export[key] for key in ("title", "author", "license") if cfg.export[key]}
     return modelspec(model.name, published(model.base, model.name), model.settings.resolution, **facts)

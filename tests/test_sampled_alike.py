@@ -14,12 +14,12 @@ from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from datamodules.edits import own_edits
+from datamodules.edits import EditsDataModule, own_edits
 from foundation.errors import UserError
 from lightning_modules.family import Sampling
 from lightning_modules.pretrained.checks import note_once
 from report.images import read_strip
-from tests.support.commands import compose, short
+from tests.support.commands import compose, short, unloaded
 from tests.support.pictures import photograph, pixels, records
 from tests.support.stock_pictures import stock_picture
 from tests.support.tiny_pipelines import MODELS, edit_json
@@ -109,7 +109,7 @@ def own_images(datasets, tmp_path):
     """Save two images with their own instructions and no targets, one with a further control."""
     root = tmp_path / "own"
     root.mkdir()
-    for name, prompt in (("a", "make it rain"), ("b", "make it snow")):
+    for name, prompt in (("a", "make it rain"), ("b", "make it [trigger]")):
         photograph("coffee", 48, 32).save(root / f"{name}.png")
         (root / f"{name}.txt").write_text(prompt)
     photograph("rocket", 32, 32).save(root / "b_control_1.png")
@@ -120,6 +120,7 @@ def own_images(datasets, tmp_path):
 def test_images_without_targets_are_sampled_as_predict_edits_them(run, arguments, own_images, tmp_path):
     """Prediction follows the schedule and the negative prompt of the file's header."""
     model, common = "qwen_image_edit_plus", ["model.sampling.num_inference_steps=2", "optimizer.lr=3e-2"]
+    common += ["data.trigger_word=snow"]  # of b
     common += ["callbacks.sample_images.count=1", f"sample_root={own_images}", "data.val_count=1"]
     common += [f"data.cache_dir={tmp_path / 'cache'}", "model.sampling.negative_prompt=blurry"]
     settings = arguments(model, tmp_path / "run", 1, *common, "model.sampling.shift=3.0", shown=True)
@@ -149,6 +150,58 @@ def test_prompts_without_images_are_sampled_by_text_to_image_models(run, argumen
     for name, picture in sampled.items():
         [path] = (tmp_path / "out").glob(f"{name}_*.png")
         assert np.array_equal(picture, pixels(path))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "word", "expected"),
+    [
+        ("[trigger] in snow", "ohwx", "ohwx in snow"),
+        ("a [trigger], then [trigger]", "sks, ohwx", "a sks, ohwx, then sks, ohwx"),
+        ("in snow", "ohwx", "in snow"),
+        ("[trigger]", None, None),
+    ],
+)
+def test_the_placeholder_in_prompts_is_the_trigger_word(tmp_path, caplog, prompt, word, expected):
+    """It stays, with a note, if nothing names the word."""
+    photograph("coffee", 32, 32).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text(prompt)
+    (tmp_path / "prompts.txt").write_text(prompt)
+    request = (None, [0], [1.0], None, None, 1024, 1)
+    image = str(tmp_path / "a.png")
+    made = [
+        EditsDataModule(image, None, None, *request, trigger_word=word),
+        EditsDataModule(image, [prompt], None, *request, trigger_word=word),
+        EditsDataModule(image, None, str(tmp_path / "prompts.txt"), *request, trigger_word=word),
+        own_edits(image, 0, 1024, word),
+    ]
+    assert [one.edits[0].prompts for one in made] == [[expected or prompt]] * 4
+    assert ("[trigger] stays as it is" in caplog.text) == (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "trained", "seen", "noted"),
+    [
+        ((320, 320), {}, 0, (64, 64), False),  # the model's own size by default
+        ((320, 320), {}, 128, (128, 128), False),  # the LoRA's
+        ((64, 64), {}, 16, (64, 64), True),
+        ((320, 320), {"max_area": 320 * 320}, 0, (320, 320), True),
+        ((320, 320), {"width": 192, "height": 192}, 0, (192, 192), True),
+        ((32, 32), {}, 0, (32, 32), False),
+        ((16, 32), {}, 0, (16, 32), True),
+    ],
+)
+def test_images_are_edited_at_the_size_of_training_and_others_are_noted(
+    tiny, tmp_path, caplog, size, asked, trained, seen, noted
+):
+    photograph("coffee", *size).save(tmp_path / "a.png")
+    settings = {"height": None, "width": None, "max_area": None} | asked
+    data = EditsDataModule(
+        str(tmp_path / "a.png"), "x", None, None, [0], [1.0], batch_size=1, trained=trained, **settings
+    )
+    data.configure_for(unloaded(tiny, "flux_kontext", "model.resolution=64"))
+    assert data._windows(data.edits[0].paths)[1] == seen
+    side = trained or 64
+    assert (f"a.png has {seen[0]}x{seen[1]} pixels here, far from about {side}x{side}" in caplog.text) == noted
 
 
 def test_mistakes_in_user_images_are_one_line(own_images, tmp_path, repositories):

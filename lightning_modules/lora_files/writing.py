@@ -24,6 +24,8 @@ log = logging.getLogger("retouch")
 
 # Of the Model Metadata Standard, github.com/Stability-AI/ModelSpec.
 SPEC_PREFIX = "modelspec."
+# The entry by which kohya's scripts and ai-toolkit name the base; the latter's names of models are those of our YAMLs.
+KOHYAS_BASE = "ss_base_model_version"
 DORA_SCALE = ("dora_scale", True)
 # Endings of tensors that are not rounded.
 EXACT = (".alpha", ".lora_magnitude_vector", ".dora_scale")
@@ -118,7 +120,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -
     own = dict(header)
     if spec := own.pop("modelspec", {}):
         spec = spec | {"hash_sha256": f"0x{hashlib.sha256(blob[start:]).hexdigest()}"}
-    entries = {HEADER_KEY: json.dumps(own, sort_keys=True), **{SPEC_PREFIX + name: spec[name] for name in sorted(spec)}}
+    named = {name if name == KOHYAS_BASE else SPEC_PREFIX + name: spec[name] for name in sorted(spec)}
+    entries = {HEADER_KEY: json.dumps(own, sort_keys=True), **named}
     text = json.dumps({"__metadata__": entries, **json.loads(bytes(blob[8:start]))}).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as temporary, temporary.open("wb") as file:

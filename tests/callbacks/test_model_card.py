@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 from html import unescape
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard
@@ -14,13 +15,15 @@ from cli import check_values
 from foundation.errors import UserError
 from report import origin
 from report.images import read_strip
-from report.origin import hub_id, licence
+from report.origin import Origin, hub_id, licence
 from tasks import fit
 from tests.support.combinations import first
 from tests.support.commands import rows, short
 from tests.support.pictures import make_pairs
 
 SHOWN = ["callbacks.sample_images.count=2", "model.sampling.num_inference_steps=1", "callbacks.report=null"]
+
+KONTEXT = "black-forest-labs/FLUX.1-Kontext-dev"
 
 
 def read(folder) -> ModelCard:
@@ -181,6 +184,25 @@ def test_licence_of_a_gated_base_is_unknown(monkeypatch):
 
     monkeypatch.setattr(origin, "repository_file", gated)
     assert licence("owner/name", "owner/name", None) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "transformer", "model", "expected"),
+    [
+        ("embedded", "embedded", "embedded", ["apache-2.0", None]),
+        ("Qwen/Qwen-Image-Edit", "Qwen/Qwen-Image-Edit", "qwen_image_edit", ["apache-2.0", None]),
+        (KONTEXT, KONTEXT, "flux_kontext_fp8", ["other", "FLUX non-commercial"]),
+        ("owner/tuned", "owner/tuned", "flux_kontext", [None, None]),
+        (KONTEXT, "owner/tuned", "flux_kontext", [None, None]),
+        (KONTEXT, KONTEXT, "my_model", [None, None]),
+    ],
+)
+def test_a_base_without_a_readable_card_has_the_licence_of_its_yaml_as_exports_do(
+    monkeypatch, name, transformer, model, expected
+):
+    monkeypatch.setattr(origin, "repository_file", lambda *_: None)
+    found = Origin.of(SimpleNamespace(name=name, transformer_name=transformer, revision=None), model).licence
+    assert [found.get(key) for key in ("license", "license_name")] == expected
 
 
 def test_folder_is_named_by_what_it_is_a_copy_of(tmp_path):

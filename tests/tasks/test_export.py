@@ -172,6 +172,9 @@ def test_other_programs_are_told_title_author_and_licence_with_a_published_thumb
     picture = Image.open(io.BytesIO(base64.b64decode(entries["thumbnail"].partition(";base64,")[2])))
     assert picture.size == (256, 256)
     assert picture.convert("RGB").getpixel((9, 9))[2] > 200, "the red one is not published"
+    preview = Image.open(path.with_suffix(".png"))
+    assert (preview.size, preview.getpixel((9, 9))) == ((300, 200), (0, 0, 255)), "LoRA managers show it"
+    assert LoRAFile(path).metadata["ss_base_model_version"] == "flux_kontext"
     assert export(f"lora={lora}", *settings)[0].read_bytes() == path.read_bytes()
     base = ["model=flux_kontext", f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"]
     again, _ = export(f"lora={path}", "format=kohya", *base)
