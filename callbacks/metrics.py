@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import psutil
 import torch
 
-from callbacks.trackio_logger import alert
+from callbacks.loggers import alert
 from lightning_modules.edit_module import EditModule
 from lightning_modules.timing import NOT_TRAINING
 from report.diagnosis import FIRST_STEPS, STEPS, diverged

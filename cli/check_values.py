@@ -10,12 +10,14 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from cli.terminal import is_first_process
+from cli.terminal import is_first_process, log
 from foundation.errors import UserError, without_credentials
 from foundation.settings import CONF, declared, flat_settings
 
 # Lightning's names of the one trainer.precision for each model.dtype.
 PRECISIONS = {"float32": ("32-true", "32", 32, None), "bfloat16": ("bf16-mixed", "bf16")}
+# Ratio to the usual learning rate from which one is noted: sweeps cover an order of magnitude or two.
+FAR = 100
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
 # Settings of conf/data/pairs.yaml that do not change the encodings in data.shards, or have a check of their own.
 KEPT_BY_SHARDS = {
@@ -50,10 +52,28 @@ def check_run(cfg: DictConfig) -> None:
         raise UserError("trainer.devices=0: at least one device trains; -1 uses all")
     if cfg.early_stopping and cfg.callbacks.get("validation") is None:
         raise UserError("early_stopping=true: callbacks.validation=null measures nothing. Leave one out.")
+    note_learning_rate(cfg)
     if cfg.sample_root is not None and cfg.callbacks.get("sample_images") is None:
         raise UserError(
             f"sample_root={cfg.sample_root}: callbacks.sample_images=null samples no images. Leave one out."
         )
+
+
+def note_learning_rate(cfg: DictConfig) -> None:
+    """Log a note if the learning rate is far from the one that conf/optimizer names for this optimizer."""
+    name = HydraConfig.get().runtime.choices.get("optimizer")
+    usual, lr = None, OmegaConf.select(cfg, "optimizer.lr")
+    while isinstance(name, str) and usual is None:  # of the file, or of the one that it builds on
+        file = OmegaConf.load(CONF / "optimizer" / f"{name}.yaml")
+        usual = OmegaConf.to_container(file.get("optimizer", file)).get("lr")
+        name = next((one for one in file.get("defaults", []) if one in declared("train").groups["optimizer"]), None)
+    if not usual or not lr:
+        return
+    expected = OmegaConf.merge(cfg, {"optimizer": {"lr": usual}}).optimizer.lr
+    if max(ratio := lr / expected, 1 / ratio) >= FAR:
+        what = "weights hardly change" if ratio < 1 else "training diverges"
+        how = f"{max(ratio, 1 / ratio):.0f} times {'below' if ratio < 1 else 'above'} {expected:g}"
+        log.warning(f"note: optimizer.lr={lr:g} is {how}, the usual rate of {cfg.optimizer._target_}: {what}")
 
 
 def check_hub(repository: str) -> None:

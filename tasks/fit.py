@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks import find_callback
 from callbacks.checkpointing import RaiseCheckpointing
 from callbacks.lifecycle import GracefulStop, SaveConfig, StartOfTraining, Watchdog
+from callbacks.loggers import alert
 from callbacks.metrics import Metrics
-from callbacks.trackio_logger import alert
 from callbacks.validation import Validation
 from cli.arguments import NOTIFY
 from cli.placement import place_trainer

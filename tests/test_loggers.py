@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import pytest
 
+from callbacks.loggers import WandbLogger
 from tests.support.commands import metrics, short
 
 SECRET = "averysecretchannel"
@@ -219,3 +220,20 @@ def pixels_of(address: str) -> bytes:
 
     with urllib.request.urlopen(address) as file, Image.open(file) as image:
         return image.convert("RGB").tobytes()
+
+
+def test_wandb_continues_its_run_from_a_checkpoint_and_only_then(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+
+    def run_id(**settings):
+        return WandbLogger(str(tmp_path / "run"), project="retouch", **settings)._wandb_init["id"]
+
+    killed, started = run_id(), run_id()
+    assert killed != started, "a run without a checkpoint starts again"
+    (tmp_path / "run/checkpoints").mkdir()
+    (tmp_path / "run/checkpoints/last.ckpt").touch()
+    assert run_id() == run_id() == started
+    assert run_id(id="mine") == run_id(version="mine") == "mine"
+    monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)
+    (tmp_path / "run/checkpoints/last.ckpt").unlink()
+    assert run_id() == started, "another process leaves the file alone"

@@ -107,6 +107,26 @@ def test_precision_is_reported_as_typed():
             check_run(compose("train", f"trainer.precision={precision}"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "how"),
+    [
+        (["optimizer=prodigy", "optimizer.lr=1e-4"], "lr=0.0001 is 10000 times below 1, the usual rate of prodigyopt"),
+        (["optimizer=prodigy", "optimizer.lr=0.5"], None),
+        (["optimizer=muon", "optimizer.lr=1e-5"], "2000 times below 0.02"),
+        (["optimizer.lr=1"], "10000 times above 0.0001"),
+        (["optimizer=paged_adamw_8bit", "optimizer.lr=1e-7"], "1000 times below 0.0001"),
+        (["optimizer=adamw_schedule_free", "optimizer.lr=1e-3"], None),
+        (["optimizer.lr=0"], None),
+        (["model/quantization=fp4", "optimizer.lr=1e-4"], None),
+        ([], None),
+    ],
+)
+def test_a_learning_rate_far_from_the_optimizers_is_noted(caplog, overrides, how):
+    check_run(compose("train", "model=flux_kontext", *overrides))
+    assert ("the usual rate of" in caplog.text) == (how is not None)
+    assert (how or "") in caplog.text
+
+
 def test_a_short_run_on_fp4_reaches_its_learning_rate():
     warmup = {n: compose("train", "model=flux_kontext_fp4", f"trainer.max_steps={n}").scheduler for n in (20, 3000)}
     assert warmup[20].num_warmup_steps == 2

@@ -1,14 +1,17 @@
-"""Logger for trackio, and alerts."""
+"""Loggers whose runs continue when training resumes, and alerts."""
 
 import contextlib
 import logging
+import secrets
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, wandb
+from lightning.pytorch.utilities import rank_zero_only
 
 from foundation.errors import UserError
+from foundation.files import replacing
 from foundation.settings import flat_settings
 from runs.run_folder import RunFolder
 
@@ -19,6 +22,23 @@ def alert(loggers: list[Any], title: str, level: str, **more: Any) -> None:
     """Send an alert of a level (info, warn or error), with `text` and `step`, to every logger that shows alerts."""
     for logger in [logger for logger in loggers if hasattr(logger, "alert")]:
         logger.alert(title, level, **more)
+
+
+class WandbLogger(wandb.WandbLogger):
+    """Weights & Biases' logger, which keeps its run's id in the folder, and continues it from a checkpoint.
+
+    Args:
+        settings: further arguments of the logger and of `wandb.init`.
+    """
+
+    def __init__(self, save_dir: str, **settings: Any) -> None:
+        run = RunFolder(save_dir)
+        path = run.path / "wandb" / "run_id.txt"
+        if rank_zero_only.rank == 0 and not (path.is_file() and run.checkpoint.is_file()):
+            with replacing(path) as temporary:
+                temporary.write_text(secrets.token_hex(4), encoding="utf-8")
+        known = path.read_text(encoding="utf-8") if path.is_file() else None  # only the first process logs
+        super().__init__(save_dir=save_dir, **{"id": known, **settings})
 
 
 class TrackioLogger(Logger):
