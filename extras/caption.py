@@ -58,6 +58,9 @@ def caption(cfg: DictConfig, output_dir: Path) -> None:
             write_captions(captioner, captions, [one.sample for one in usable])
     table = captions.write_table(found.samples)
     where = "next to their targets" if table is None else f"to {table}; train on it as data.root"
+    if captions.unanswered:
+        how = "Write them yourself, or choose another captioner"
+        log.warning(f"note: the model gave no caption for {listing(captions.unanswered)}: refusals and the like. {how}")
     log.info(f"done: {count_of(captions.written, 'captions')} written {where}; review them: {program('studio')}")
 
 
@@ -134,6 +137,7 @@ class Captions:
     Attributes:
         known: captions by the target and key of their samples.
         written: number of captions of this command.
+        unanswered: keys of the samples for which the model gave no caption.
     """
 
     def __init__(self, folder: Path, model: str, overwrite: bool) -> None:
@@ -141,6 +145,7 @@ class Captions:
         self.path = folder / RECORDS
         self.known: dict[tuple[str, str], Caption] = {}
         self.written = 0
+        self.unanswered: list[str] = []
         if self.path.is_file():
             self.known = {(one.target, one.key): one for one in read_records(self.path, repair=True)}
 
@@ -163,8 +168,7 @@ class Captions:
             for one, answer in zip(samples, answers, strict=True)
             if answer.text and self.lacks(one)
         ]
-        if empty := [sample.key for sample, answer in zip(samples, answers, strict=True) if not answer.text]:
-            log.info(f"note: the model gave no answer, so no caption, for {listing(empty)}")
+        self.unanswered += [one.key for one, answer in zip(samples, answers, strict=True) if not answer.text]
         if cut := [one.key for one in made if one.cut]:
             log.info(f"note: cut off at captioner.max_new_tokens: {listing(cut)}")
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from PIL import Image
 
+from datamodules.images.captions import is_reply
 from datamodules.images.decoding import floor_size, shrunk
 from foundation.errors import UserError, listing
 from foundation.files import reading, reason
@@ -35,13 +36,16 @@ class Answer(NamedTuple):
 
 
 def cleaned(answer: str) -> str:
-    """Return an answer as one line, without its reasoning, a label (`Instruction:`), bold, and quotes around it."""
+    """Return an answer as one line, without its reasoning, a label (`Instruction:`), bold, and quotes around it.
+
+    Empty if it is no caption: reasoning that does not end, a refusal, or words to the person who asked.
+    """
     text = ANSWER_LABEL.sub("", " ".join(answer.rpartition("</think>")[2].replace("**", "").split()))
     end = QUOTATION_MARKS.get(text[:1])
     # '"A" becomes "B"' keeps its quotes.
     if end and len(text) > 1 and text.endswith(end) and not {text[0], end} & set(text[1:-1]):
         text = text[1:-1]
-    return text.strip()
+    return "" if is_reply(text) else text.strip()
 
 
 class Captioner:

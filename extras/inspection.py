@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from datamodules.images.alignment import align, edges
-from datamodules.images.captions import wrapped_line
+from datamodules.images.captions import is_reply, wrapped_line
 from datamodules.images.decoding import MOST_PIXELS, Sides, image_facts, image_size, one_large, open_image, open_mask
 from datamodules.images.recipe_images import RecipeImage, recipe_image_of
 from datamodules.images.samples import SIDE_MULTIPLE, ImageFile, Sample
@@ -50,6 +50,7 @@ class Kind(Enum):
     DUPLICATE = "duplicate", "the same target twice: remove one"
     SMALL = "low resolution", "find a larger original, or train at a lower data.resolution"
     NO_CAPTION = "empty caption", "write one"
+    REPLY = "reply", "a model's refusal, reasoning or greeting, not a caption: write one"
     WRAPPED = "wrapped caption", "each line is a caption: write it in one, or set data.caption_per_line=false"
 
     def __init__(self, label: str, remedy: str) -> None:
@@ -175,6 +176,7 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageF
     found = [*unreadable, *_faults(sample, seen, sides)]
     if wordless := [prompt for prompt in sample.prompts if not any(map(str.isalpha, prompt))]:
         found.append((Kind.NO_CAPTION, f'no letters in "{wordless[0][:20]}"' if wordless[0] else "no words"))
+    found += [(Kind.REPLY, f'"{prompt[:27]}..."') for prompt in sample.prompts if is_reply(prompt)][:1]
     if (line := wrapped_line(sample.prompts)) is not None:
         found.append((Kind.WRAPPED, f'after "...{line[-27:]}"'))
     findings = [Finding(kind, sample.key, figure, sample) for kind, figure in found]

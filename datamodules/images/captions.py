@@ -19,6 +19,23 @@ _FRONT_MATTER = re.compile(
     re.M,
 )
 
+# The start of a model's answer that is no caption: reasoning without an end, a refusal, words to the person who asked.
+_REPLY = re.compile(
+    r"""\W*(<?/?(think|thought|reason|analysis|scratchpad)\w*>
+    |(i\ ?'?a?m\ )?(so\ |very\ )?(sorry\b|unable\ to|not\ able\ to)|i\ apologi[sz]e|my\ apologies|unfortunately\s*,
+    |as\ an?\ (ai|artificial|large\ language|language\ model|virtual)\b
+    |i\ (can('?t|\ ?not)|could(n't|\ not)|won't|will\ not|do(n't|\ not)\ (see|have|feel))\b
+    |(sure|certainly|of\ course|absolutely|okay|ok|alright|got\ it|great|yes|no)(\ thing)?\s*[!,.:\u2014]
+    |here(\ is|'s|\ are)\ (the|a|an|your|one|my)\ ([\w-]+\ ){0,3}(instruction|caption|prompt|description|answer)
+    |(okay\ |so\ |now\ |first\ )*(let's|let\ me|i\ need\ to|i\ will|i'll|the\ user)\b)""",
+    re.I | re.X,
+)
+
+
+def is_reply(caption: str) -> bool:
+    """Return whether a text is a model's reply to a person, such as a refusal, and not a caption."""
+    return _REPLY.match(caption.replace("\u2019", "'")) is not None
+
 
 def read_captions(contents: Mapping[str, Any], per_line: bool = True) -> tuple[tuple[str, ...], str | None]:
     """Return the captions of an image and the name of the file that holds them; () and None if no file does.

@@ -91,6 +91,20 @@ def test_every_missing_caption_is_written_whatever_the_batch_size(run, arguments
     assert not (tmp_path / "none").exists()
 
 
+def test_replies_that_are_no_captions_are_named_at_the_end_and_not_written(run, arguments, bare, monkeypatch):
+    def refuse(*given, **more):
+        return ["I'm sorry, I can't help with that.", *decode(*given, **more)[1:]]
+
+    decode = Qwen3VLProcessor.batch_decode
+    monkeypatch.setattr(Qwen3VLProcessor, "batch_decode", refuse)
+    before = captions(bare)
+    outcome = run("predict", *arguments(bare, "captioner.batch_size=1"))
+    assert captions(bare) == before
+    last = outcome.text.splitlines()[-2:]
+    assert "note: the model gave no caption for 00, 02, 03 and 3 more" in last[0]
+    assert "done: 0 captions written" in last[1]
+
+
 def test_a_caption_that_comes_while_the_model_writes_is_kept(run, arguments, bare, tmp_path, monkeypatch):
     def write_and_decode(*given, **more):
         (bare / "training_images" / "00.txt").write_text("mine")
@@ -242,6 +256,26 @@ def test_an_incomplete_model_is_one_line(run, arguments, bare, captioners, tmp_p
         ('"A" becomes "B"', '"A" becomes "B"'),
         ("Write the caption: SALE", "Write the caption: SALE"),
         ('""', ""),
+        ("<think>\nThe sky was dry", ""),
+        ("<reasoning> it was dry", ""),
+        ("<think>a</think><think>b", ""),
+        ("I'm sorry, but I can't help with that.", ""),
+        ("I\u2019m unable to describe people.", ""),
+        ("As an AI language model, I do not see images.", ""),
+        ("Unfortunately, the picture is blank.", ""),
+        ("Sure! Here is the caption: a dog", ""),
+        ("**Certainly**: make it snow", ""),
+        ("Here's the edited instruction: Make it snow.", ""),
+        ("Okay, let me compare the two pictures.", ""),
+        ("The user wants an instruction", ""),
+        ("Sure-footed goats on a cliff.", "Sure-footed goats on a cliff."),
+        ("Looking at the camera, a girl smiles.", "Looking at the camera, a girl smiles."),
+        ("I love New York, in neon letters.", "I love New York, in neon letters."),
+        ("Analysis of a blood sample.", "Analysis of a blood sample."),
+        ("A sorry sight: an empty plate.", "A sorry sight: an empty plate."),
+        ("No smoking sign on a wall", "No smoking sign on a wall"),
+        ("Here is where the river bends.", "Here is where the river bends."),
+        ("Let the sun set.", "Let the sun set."),
     ],
 )
 def test_answers_become_one_bare_line(answer, caption):

@@ -1,5 +1,7 @@
 """Measurements on images that find faults in pairs."""
 
+from dataclasses import replace
+
 import imagehash
 import numpy as np
 import pytest
@@ -196,3 +198,5 @@ def test_an_empty_caption_is_a_fault(tmp_path):
     picture("coffee").save(tmp_path / "a.png")
     samples = [Sample("a", tmp_path / "a.png", (), (prompt,)) for prompt in ("make it snow", " ")]
     assert [[one.kind for one in inspect_sample(each, ()).findings] for each in samples] == [[], [Kind.NO_CAPTION]]
+    reply = replace(samples[0], prompts=("I'm sorry, I can't do that",))
+    assert [one.kind for one in inspect_sample(reply, ()).findings] == [Kind.REPLY]
