@@ -15,6 +15,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from shutil import disk_usage
 from typing import Any, TextIO
 
 from foundation.errors import UserError, printable
@@ -41,6 +43,9 @@ LOST_PEER = (
     "another process of this run has ended. Its own line says why; if it has none, it was killed, as by a system that "
     "is out of memory, or its machine is gone. Start again; a run resumes from its last checkpoint by ckpt_path=last."
 )
+LOST_WORKER = re.compile(r"DataLoader worker \(.+(exited unexpectedly|killed by signal)")
+# Where semaphores and the batches of data workers are.
+SHARED_MEMORY = Path("/dev/shm")
 # prctl(2): the signal that a process receives when its parent ends.
 PARENT_DEATH_SIGNAL = 1
 # Variables by which Lightning, torchrun and Slurm pass a process its rank.
@@ -268,6 +273,12 @@ def line_for_users(error: BaseException) -> str | None:
         return OUT_OF_MEMORY
     if (cause := why_not_compiled(error)) is not None:
         return f"torch.compile failed: {cause}. Set model.compile=false."
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    if LOST_WORKER.match(line) or (is_full and SHARED_MEMORY.is_dir() and not disk_usage(SHARED_MEMORY).free >> 20):
+        return (
+            f"a data worker has ended, because {SHARED_MEMORY} or the memory is full. Set data.num_workers=0, or give "
+            "more: docker run --shm-size=8g."
+        )
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.strerror}: {error.filename or 'while writing'}"
     if isinstance(error, MisconfigurationException):

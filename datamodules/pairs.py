@@ -1,6 +1,7 @@
 """Pairs of images, decoded in every step."""
 
 import hashlib
+import os
 import signal
 import sys
 from collections import Counter
@@ -8,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
+from multiprocessing.queues import Queue
 from types import TracebackType
 from typing import Any
 
@@ -92,8 +94,10 @@ def collate_pixels(samples: list[RawBatch]) -> RawBatch:
 def leave_signals_to_the_trainer(worker: int) -> None:
     """Make a data worker ignore the signals that reach every process of a job: only the trainer acts on them.
 
-    A worker that died of one would end the run at once.
+    A worker that died of one would end the run at once. If it cannot hand over a batch, as when /dev/shm is full, it
+    ends: the trainer would wait for the batch forever.
     """
+    Queue._on_queue_feeder_error = staticmethod(lambda error, batch: os._exit(1))  # type: ignore[attr-defined]
     for name in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGBREAK"}.intersection(dir(signal)):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     sys.excepthook = _unless_the_trainer_has_left

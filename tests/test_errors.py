@@ -1,10 +1,14 @@
 """Settings that cannot be: one line that says what and what to do, exit status 1, and nothing lost."""
 
+import errno
+import os
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ from cli.terminal import line_for_users
 from foundation.errors import UserError
 from lightning_modules.lora_files.reading import find_weights
 from runs.run_folder import RunFolder
-from tests.support.commands import compose, lora_bytes, short
+from tests.support.commands import ROOT, compose, lora_bytes, short
 
 
 def test_lora_of_another_model(refuses, gallery, tiny, tmp_path):
@@ -181,6 +185,33 @@ def test_full_disk_leaves_the_previous_files(run, runs, disk, tiny, pairs, room)
     (disk / "other").unlink()
     run("train", *command)
     assert lora_bytes(folder) == lora_bytes(runs(3, constant).folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_shm_is_one_line_and_ends_the_run(tiny, pairs, tmp_path):
+    """As in Docker, whose default is 64 MB; a worker that cannot hand over its batch used to leave the run waiting."""
+    settings = [*short(tiny, pairs, tmp_path / "run", 2, "pairs"), "data.num_workers=2", "data.batch_size=4"]
+    mounted = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} {ROOT}/train.py {' '.join(settings)}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", mounted], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1].startswith("error: a data worker has ended, because /dev/shm or the memory is")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "named"),
+    [
+        (RuntimeError("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible"), 2**40, True),
+        (RuntimeError("DataLoader worker (pid(s) 3, 4) exited unexpectedly"), 2**40, True),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), 2**40, True),
+        (OSError(errno.ENOSPC, "No space left on device"), 0, True),
+        (OSError(errno.ENOSPC, "No space left on device"), 2**40, False),
+        (OSError(errno.ENOSPC, "No space left on device", "/out/run/last.ckpt"), 0, False),
+    ],
+)
+def test_lost_data_workers_name_the_shared_memory(monkeypatch, error, free, named):
+    monkeypatch.setattr("cli.terminal.disk_usage", lambda _: SimpleNamespace(free=free))
+    assert ("docker run --shm-size=8g" in line_for_users(error)) == named
 
 
 def test_compiling_that_fails_is_one_line():
