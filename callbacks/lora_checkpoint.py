@@ -3,15 +3,18 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from shutil import disk_usage, rmtree
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from rich.filesize import decimal
 
 from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
 from foundation.files import link_or_copy, replacing
 from lightning_modules.edit_module import EditModule
+from lightning_modules.estimation.memory import bytes_per_parameter
 from lightning_modules.inference import averaged_weights
 from lightning_modules.lora_files.writing import modelspec
 from lightning_modules.pretrained.repository import resolve_dtype
@@ -58,6 +61,7 @@ class LoRACheckpoint(L.Callback):
     Args:
         save_every: optimizer steps between two checkpoints; 0 saves at the end only.
         keep_checkpoints: number of checkpoints that are kept.
+        keep_lora_files: number of folders lora/step-N that are kept; None for all.
         model: its composed settings, for the header of the LoRA files.
         dtype: dtype of the LoRA files, a name of `lora_files.writing.DTYPES`.
         trigger_word: trigger word of the captions, None without one.
@@ -68,6 +72,7 @@ class LoRACheckpoint(L.Callback):
         output_dir: str,
         save_every: int,
         keep_checkpoints: int,
+        keep_lora_files: int | None,
         model_name: str,
         model: Mapping[str, Any],
         dtype: str,
@@ -76,7 +81,7 @@ class LoRACheckpoint(L.Callback):
         self.run = RunFolder(output_dir)
         self.dtype = resolve_dtype(dtype, "export.dtype", "float16")
         self.save_every = save_every
-        self.keep_checkpoints = keep_checkpoints
+        self.keep_checkpoints, self.keep_lora_files = keep_checkpoints, keep_lora_files
         self.model = model_header(model_name, model)
         self.trigger_word = one_line(trigger_word or "")
         self.saved_step = -1
@@ -87,6 +92,27 @@ class LoRACheckpoint(L.Callback):
         self._was_read_back = trainer.global_step > 0  # by an earlier start of the run
         if trainer.is_global_zero:
             self.run.remove_unfinished()
+            count = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
+            needed = self.disk_bytes(pl_module, count, trainer.max_steps - trainer.global_step)
+            free = disk_usage(self.run.path).free
+            if free + sum(path.stat().st_size for path in self.run.checkpoints()) < sum(needed.values()):
+                what = " and ".join(f"{name} of {decimal(size)}" for name, size in needed.items())
+                raise UserError(
+                    f"output_dir={self.run}: the run writes {what}, and {decimal(free)} are free. Free some, choose "
+                    "another disk, raise save_every, or set keep_lora_files=3."
+                )
+
+    def disk_bytes(self, module: EditModule, trainable: int, steps: int) -> dict[str, int]:
+        """Return the bytes that so many steps write, by name, given the number of trainable parameters."""
+        averages = 1 + (module.optimization.ema is not None)  # the files of an EMA come twice
+        saves = max(1, steps // self.save_every) if self.save_every else 1
+        files = min(saves, self.keep_lora_files or saves) if not module.adapter.trains_base else 0
+        in_checkpoint = 4 * averages + bytes_per_parameter(module.optimization.optimizer)
+        return {
+            "weights": (files + 2) * averages * trainable * self.dtype.itemsize,  # last and best
+            # One more while a new one is written.
+            "checkpoints": round((min(saves, self.keep_checkpoints) + 1) * trainable * in_checkpoint),
+        }
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: EditModule, *args: Any) -> None:
         due = self.save_every > 0 and trainer.global_step % self.save_every == 0
@@ -168,6 +194,10 @@ class LoRACheckpoint(L.Callback):
                     path.unlink()
             for path in self.run.checkpoints()[self.keep_checkpoints :]:
                 path.unlink()
+            steps = list(self.run.saved_steps(module.adapter.folder).values()) if self.keep_lora_files else []
+            for folder in steps[: -(self.keep_lora_files or 1)]:
+                for one in (folder, *folder.parent.glob(f"{folder.name}-*")):  # with the second one of an EMA
+                    rmtree(one)
         if writes and not self._was_read_back:
             weights = self.run.weights(module.adapter.folder, "last")
             if words := module.adapter.check_written(weights, module.base):

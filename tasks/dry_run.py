@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.filesize import decimal
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from callbacks.lora_checkpoint import LoRACheckpoint
 from callbacks.progress import learning, panel
 from callbacks.validation import Validation
 from cli.resuming import find_start
@@ -107,7 +109,11 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
         "heaviest batch": f"{plan.batch.samples} of {sizes}, {plan.batch.tokens:,} tokens",
         **_memory(plan, module),
     }
-    shown["disk"] += base_on_disk(module.base, plan.encoders)
+    saves = [one for one in callbacks if isinstance(one, LoRACheckpoint)]
+    for name, size in saves[0].disk_bytes(module, plan.trainable, cfg.trainer.max_steps).items() if saves else ():
+        shown["disk"] += f"; {name} {decimal(size)}"
+    free = disk_usage(next(one for one in output_dir.absolute().parents if one.is_dir())).free
+    shown["disk"] += f"{base_on_disk(module.base, plan.encoders)}; {decimal(free)} free"
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 

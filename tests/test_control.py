@@ -1,5 +1,6 @@
 """Requests to a running run: save, sample, stop."""
 
+import re
 import shutil
 import signal
 
@@ -78,6 +79,24 @@ def test_a_requested_stop_is_not_queued_again_and_comes_after_other_requests(run
     assert [*RunFolder(tmp_path / "run").saved_steps("lora")] == [2]
     finished = run("train", *arguments, "trainer.max_steps=4", ASK % "4: [stop]")
     assert "done:" in finished.text, "the last step ends the run by itself"
+
+
+@pytest.mark.parametrize("more", [[], ["ema.half_life=2"]])
+def test_the_newest_files_are_kept_and_their_size_is_that_of_the_estimate(run, tiny, pairs, tmp_path, more):
+    settings = [*short(tiny, pairs, tmp_path / "run", 4), "save_every=1", "adapter.rank=32", *more]
+    command = [*settings, "keep_lora_files=2", "keep_checkpoints=2"]
+    [plan] = re.findall("│ disk.*", run("train", *command, "task=dry_run").text)
+    run("train", *command)
+    names = {path.name for path in (tmp_path / "run/lora").iterdir()}
+    seconds = {"step-000003-raw", "step-000004-raw", "last-raw"} if more else set()
+    assert names == {"step-000003", "step-000004", "last"} | seconds
+    sizes = {"weights": sum(path.stat().st_size for path in (tmp_path / "run/lora").rglob("*.safetensors"))}
+    sizes["weights"] *= 4 / 3  # the estimate includes best
+    sizes["checkpoints"] = sum(path.stat().st_size for path in (tmp_path / "run/checkpoints").glob("*.ckpt")) * 3 / 2
+    units = {"kB": 1e3, "MB": 1e6, "bytes": 1}
+    for name, size in sizes.items():
+        figure, unit = re.search(rf"{name} ([\d.]+) (\w+)", plan).groups()
+        assert size / 1.25 < float(figure) * units[unit] < size * 1.1, name
 
 
 def test_only_a_run_that_trains_takes_requests(tmp_path):

@@ -167,8 +167,9 @@ def disk(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 30_000, 200_000])
-def test_full_disk_leaves_the_previous_files(run, runs, disk, tiny, pairs, room):
+def test_full_disk_leaves_the_previous_files(run, runs, disk, tiny, pairs, room, monkeypatch):
     """A full disk stops the run before its LoRA, before its checkpoint, or at once; then the run resumes bitwise."""
+    monkeypatch.setattr("callbacks.lora_checkpoint.disk_usage", lambda _: SimpleNamespace(free=2**40))
     folder, constant = Path(shutil.copytree(runs(2, "scheduler=constant").folder, disk / "run")), "scheduler=constant"
     before, table = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, folder / "metrics.csv"
     command = [*short(tiny, pairs, folder, 3), constant, "ckpt_path=last"]
@@ -185,6 +186,17 @@ def test_full_disk_leaves_the_previous_files(run, runs, disk, tiny, pairs, room)
     (disk / "other").unlink()
     run("train", *command)
     assert lora_bytes(folder) == lora_bytes(runs(3, constant).folder)
+
+
+def test_a_disk_without_room_for_the_run_is_refused_before_its_first_step(run, tiny, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr("callbacks.lora_checkpoint.disk_usage", lambda _: SimpleNamespace(free=2_000_000))
+    command = [*short(tiny, pairs, tmp_path / "run", 400), "save_every=1"]
+    error = run("train", *command, ok=False).error
+    assert re.search(
+        r"writes weights of [\d.]+ MB and checkpoints of [\d.]+ kB, and 2\.0 MB are free\. .*save_every", error
+    )
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    run("train", *short(tiny, pairs, tmp_path / "run", 2), "save_every=1")
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ SECTIONS = {
     "Adapter": ("adapter",),
     "Training": ("objective", "optimizer", "scheduler", "trainer", "ema", "early_stopping", "seed", "monitor"),
     "Sampling": ("sample_every", "sample_root"),
-    "Saving": ("save_every", "keep_checkpoints", "export", "hub"),
+    "Saving": ("save_every", "keep_checkpoints", "keep_lora_files", "export", "hub"),
 }
 # Settings of runs that take the same time for a step, and runs that are looked at for one.
 DECIDE_TIME: tuple[str, ...] = ("model.", "adapter._target_", "objective.", "data._target_", "data.resolution")
