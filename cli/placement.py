@@ -4,7 +4,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -13,6 +14,11 @@ from cli.terminal import is_first_process, machine_count
 from foundation.errors import UserError
 from report.quoting import program
 from runs.signals import BEFORE_THE_END, Stopped
+
+# Bytes of weights beyond which a model is not run on a CPU unasked: smaller ones compute a step in seconds.
+LARGE = 3e9
+# The oldest drivers of NVIDIA by the major version of CUDA (its release notes, "minor version compatibility").
+DRIVERS = {"12": 525, "13": 580}
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +58,70 @@ def place_trainer(cfg: DictConfig) -> None:
     kind, _, index = device.partition(":")
     cfg.trainer.accelerator = {"cuda": "gpu"}.get(kind, kind)
     cfg.trainer.devices = [int(index or 0)] if kind == "cuda" else 1
+
+
+def require_card(cfg: DictConfig) -> None:
+    """Raise a UserError for a large model without a usable GPU, before anything is downloaded.
+
+    trainer.accelerator=cpu and model.devices.transformer are choices, and are left alone.
+    """
+    base, other = cfg.model.pretrained_model_name_or_path, cfg.model.transformer_name_or_path
+    asked = cfg.trainer.accelerator
+    needed = asked in ("cuda", "gpu") or (asked == "auto" and any(map(_is_large, filter(None, (base, other)))))
+    if needed and cfg.model.devices.transformer is None and (why := why_no_card()):
+        what = f"{other or base} needs a GPU" if asked == "auto" else f"trainer.accelerator={asked}"
+        raise UserError(f"{what}: no usable one is here. {why}")
+
+
+def _is_large(name: str) -> bool:
+    """Return whether a base takes hours on a CPU: all on the hub, and local files of more than `LARGE` bytes."""
+    from lightning_modules.pretrained.repository import EMBEDDED
+
+    path = Path(name).expanduser()
+    files = [path] if path.is_file() else path.rglob("*.safetensors") if path.is_dir() else ()
+    return sum(file.stat().st_size for file in files) > LARGE if path.exists() else name != EMBEDDED
+
+
+def why_no_card() -> str:
+    """Return why PyTorch cannot use a GPU of this machine and what to do; empty if it can."""
+    import torch
+
+    if torch.backends.mps.is_available():
+        return ""
+    driver, built = _driver(), torch.version.cuda or torch.version.hip
+    older = f"Install PyTorch {torch.__version__.partition('+')[0]} for CUDA 12.6 (cu126, pytorch.org/get-started)"
+    if not built:
+        return f"PyTorch {torch.__version__} is built without CUDA. Install another build from pytorch.org/get-started."
+    if torch.cuda.is_available():
+        oldest = min((int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")), default=0)
+        major, minor = torch.cuda.get_device_capability()
+        if torch.version.hip or 10 * major + minor >= oldest:
+            return ""
+        card = f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}"
+        return f"{card}, and PyTorch {torch.__version__} starts at {oldest / 10:.1f}. {older}, or use another card."
+    try:
+        torch.cuda.init()
+        cause = "no GPU is visible"
+    except (RuntimeError, AssertionError) as error:
+        cause = str(error).partition(". ")[0].partition("\n")[0].rstrip(".")
+    version = int(driver.partition(".")[0] or 0)
+    if 0 < version < DRIVERS.get(built.partition(".")[0], 0):
+        other = f", or: {older}" if version >= DRIVERS["12"] else ""
+        return f"driver {driver} is too old for CUDA {built} ({cause}). Update the driver{other}."
+    return (
+        f"{cause}. Without one: {program('train')} alone trains the embedded model, task=dry_run plans this run, and "
+        "trainer.accelerator=cpu trains it, in days."
+    )
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver; empty without one."""
+    import pynvml
+
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    return ""
 
 
 def compute_device(cfg: DictConfig) -> "torch.device":

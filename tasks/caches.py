@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.filesize import decimal
 
-from cli.placement import frozen_model, place_trainer
+from cli.placement import frozen_model, place_trainer, require_card
 from cli.terminal import log
 from datamodules.shards.cache import USED, Cache
 from foundation.errors import UserError, count_of, listing, without_credentials
@@ -25,6 +25,7 @@ DAY = 24 * 3600  # seconds
 
 def cache(cfg: DictConfig, _: Path) -> None:
     """Encode data.root, as train.py does before it trains."""
+    require_card(cfg)
     place_trainer(cfg)
     filled = build_cache(cfg, data := cached_data(cfg))
     manifest = filled.manifest()

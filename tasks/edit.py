@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from callbacks.image_writer import PREDICTIONS, ImageWriter
 from callbacks.lifecycle import GracefulStop
 from cli.check_values import check_ranges
-from cli.placement import frozen_model, place_trainer
+from cli.placement import frozen_model, place_trainer, require_card
 from cli.terminal import log, silence_libraries
 from datamodules.edits import EditsDataModule
 from foundation.errors import UserError
@@ -70,6 +70,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
         log.info("a slider: images from lora_scale=-2 to 2; lora_scale=1 makes only one")
     if not files and (by_layer or scales != [1.0]):
         raise UserError("lora_scale needs lora=: name the weights that it scales")
+    require_card(cfg)
     place_trainer(cfg)
     own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})

@@ -20,7 +20,7 @@ from callbacks.loggers import alert
 from callbacks.metrics import Metrics
 from callbacks.validation import Validation
 from cli.arguments import NOTIFY
-from cli.placement import place_trainer
+from cli.placement import place_trainer, require_card
 from cli.resolvers import CONF
 from cli.resuming import Start, find_start, start_again
 from cli.terminal import is_first_process, line_for_users, log, silence_libraries
@@ -65,6 +65,7 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
     """Return the trainer after its last step; `settings` becomes the content of config.yaml."""
     # Before Hydra's instantiate, which resolves interpolations in place.
     resolved = OmegaConf.to_container(cfg, resolve=True)
+    require_card(cfg)
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     # Plain lists and dicts: a checkpoint must load without this project's libraries.

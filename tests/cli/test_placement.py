@@ -1,8 +1,10 @@
 """Devices and nodes follow the processes that torchrun or srun started."""
 
+import re
+
 import pytest
 
-from cli.placement import join_processes
+from cli.placement import join_processes, require_card
 from foundation.errors import UserError
 from tests.support.commands import compose
 
@@ -46,3 +48,87 @@ def test_devices_and_nodes_are_those_that_were_started(joined, environment, over
 def test_contradictions_are_refused(joined, environment, overrides, message):
     with pytest.raises(UserError, match=message):
         joined(environment, overrides)
+
+
+CU130, CU126 = "2.14.1+cu130", "for CUDA 12.6 (cu126, pytorch.org/get-started)"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that sets the card, the driver and the build of PyTorch."""
+
+    def machine(driver="", cuda="13.0", capability=None, error="Found no NVIDIA driver on your system. Please check"):
+        def init():
+            raise RuntimeError(error)
+
+        monkeypatch.setattr("cli.placement._driver", lambda: driver)
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        monkeypatch.setattr("torch.cuda.init", init)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GTX 1080")
+        monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_75", "sm_120", "compute_120"])
+
+    return machine
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by"
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "Found no NVIDIA driver on your system. Without one: "),
+        (
+            {"driver": "550.54.15", "error": TOO_OLD},
+            "driver 550.54.15 is too old for CUDA 13.0 (The NVIDIA driver on your",
+        ),
+        ({"driver": "550.54.15", "error": TOO_OLD}, f"Update the driver, or: Install PyTorch 2.14.1 {CU126}"),
+        ({"driver": "470.82", "cuda": "12.6", "error": TOO_OLD}, "driver 470.82 is too old for CUDA 12.6"),
+        ({"driver": "580.65", "error": "No CUDA GPUs are available"}, "No CUDA GPUs are available. Without one: "),
+        ({"cuda": None}, "is built without CUDA. Install another build"),
+        (
+            {"driver": "580.65", "capability": (6, 1)},
+            "GTX 1080 has compute capability 6.1, and PyTorch 2.14.1+cu130 starts",
+        ),
+    ],
+)
+def test_a_large_model_without_a_usable_card_stops_with_the_reason_and_the_fix(machine, facts, words):
+    machine(**facts)
+    for overrides in (
+        ["model=flux_kontext"],
+        ["trainer.accelerator=gpu"],
+        ["model=z_image", "trainer.accelerator=cuda"],
+    ):
+        with pytest.raises(UserError, match=re.escape(words)) as caught:
+            require_card(compose("train", "data.root=x", *overrides))
+    assert str(caught.value).startswith("trainer.accelerator=cuda: no usable one is here. ")
+
+
+def test_other_machines_choices_and_small_models_are_left_alone(machine, repositories, tmp_path):
+    machine()
+    large = tmp_path / "large.safetensors"
+    with large.open("wb") as file:
+        file.truncate(4 * 10**9)
+    for overrides in (
+        [],
+        ["model=flux_kontext", "trainer.accelerator=cpu"],
+        ["model=flux_kontext", "model.devices.transformer=cpu"],
+        ["model=flux_kontext", f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"],
+    ):
+        require_card(compose("train", "data.root=x", *overrides))
+    tiny = f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"
+    for overrides in ([f"model.transformer_name_or_path={large}"], ["model.transformer_name_or_path=owner/name"]):
+        with pytest.raises(UserError, match="needs a GPU: no usable one is here"):
+            require_card(compose("predict", "model=flux_kontext", tiny, *overrides))
+    machine(driver="580.65", capability=(7, 5))
+    require_card(compose("train", "model=flux_kontext", "data.root=x"))
+
+
+def test_a_large_model_stops_before_it_downloads(run, pairs, tmp_path):
+    settings = ["model=flux_kontext", f"data.root={pairs}", f"output_dir={tmp_path / 'run'}"]
+    outcome = run("train", *settings, ok=False)
+    assert "black-forest-labs/FLUX.1-Kontext-dev needs a GPU: no usable one is here. " in outcome.error
+    assert "huggingface.co" not in outcome.text
+    request = ["model=flux_kontext", "prompt=x", "image=x.png", f"output_dir={tmp_path / 'out'}"]
+    assert "needs a GPU" in run("predict", *request, ok=False).error
