@@ -86,7 +86,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Pl
         ({"driver": "550.54.15", "error": TOO_OLD}, f"Update the driver, or: Install PyTorch 2.14.1 {CU126}"),
         (
             {"driver": "470.82", "cuda": "12.6", "error": TOO_OLD},
-            "driver on your system is too old). Update the driver.",
+            "too old (found version 12040)). Update the driver.",
         ),
         ({"driver": "580.65", "error": "No CUDA GPUs are available"}, "No CUDA GPUs are available. Without one: "),
         ({"cuda": None}, "is built without CUDA. Install another build"),
