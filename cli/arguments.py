@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from cli.check_keys import TASKS, closest, refuse
 from cli.resuming import OF_A_START, newest_run
 from cli.terminal import log, started_by_lightning
-from foundation import stores
 from foundation.errors import UserError, listing
 from foundation.internals import get_args_parser, raise_hydras_errors
 from foundation.settings import CONF, Declared, declared, text_kind
@@ -138,7 +137,7 @@ def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
     if path not in (None, "last"):
         run: RunFolder | None = RunFolder.of_checkpoint(Path(str(path)).expanduser())
     else:
-        run = newest_run() if folder is None else RunFolder(stores.working_folder(str(folder), "outputs"))
+        run = newest_run() if folder is None else RunFolder(Path(str(folder)).expanduser())
     if run is None or not run.config.is_file() or not run.checkpoints():
         return arguments
     if not trusted:

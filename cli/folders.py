@@ -19,8 +19,6 @@ from foundation.locks import LOCK, in_use
 
 # Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
-# A note on the run's copy in a bucket (`cli.uploads`).
-MIRROR = ".mirror.json"
 # Tasks that write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")
 # False while a config is only shown (--cfg): then no folder is created.
@@ -114,8 +112,11 @@ def make_folder(config: DictConfig, key: str) -> Path:
     BEGINS.set(False)
     if not isinstance(name, str):
         raise UserError(f"output_dir={name}: name a folder, or leave it out")
-    if "://" in name and "resume" not in config:
-        raise UserError(f"output_dir={without_credentials(name)}: images are written to a folder of this machine")
+    if "://" in name:
+        shown = without_credentials(name)
+        raise UserError(
+            f"output_dir={shown} is no folder of this machine. Choose one, and copy it: rclone sync FOLDER REMOTE:PATH"
+        )
     folder = Path(OmegaConf.select(config, key))
     try:
         folder.mkdir(parents=True, exist_ok=True)
