@@ -28,11 +28,11 @@ def _run(cfg: DictConfig) -> float | None:
 
 def job(cfg: DictConfig) -> float | None:
     """Run one task; in a sweep, one job."""
-    configure_logging()
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     hydra_cfg = HydraConfig.get()
+    configure_logging(hydra_cfg.runtime.output_dir)
     in_sweep = hydra_cfg.mode is RunMode.MULTIRUN
     output_dir = shorten(hydra_cfg.runtime.output_dir)
     cfg.output_dir = str(output_dir)

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from foundation.errors import UserError, printable
 from foundation.locks import open_own
+from foundation.notes import notes
 from runs.run_folder import RunFolder
 from runs.signals import Stopped, stop
 
@@ -117,8 +118,8 @@ def _tolerant(stream: TextIO | None) -> TextIO:
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream is sys.__stderr__)
 
 
-def configure_logging() -> None:
-    """Write Retouch's log to stderr without decoration."""
+def configure_logging(run: str = "") -> None:
+    """Write Retouch's log to stderr without decoration; a `run` begins, and shows its own notes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # These libraries log while they are imported.
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -128,6 +129,7 @@ def configure_logging() -> None:
     log.handlers = [_LineHandler(lambda text: sys.stderr.write(text))]
     log.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     log.propagate = False
+    notes.begin_run(is_first_process(), run)
 
 
 class _LineHandler(logging.Handler):

@@ -1,4 +1,4 @@
-"""Private names of Hydra 1.3, OmegaConf 2.3 and Lightning 2.6, used nowhere else: check them at each update."""
+"""Private names of Hydra 1.3, OmegaConf 2.3, Lightning 2.6 and torch 2.14: check them at each update."""
 
 from pathlib import Path
 from typing import Any
@@ -50,3 +50,10 @@ def resume_at(checkpoint: dict[str, Any], batch: int) -> None:
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counter in (progress["total"], progress["current"]):
         counter.update(dict.fromkeys(counter, batch))
+
+
+def default_store() -> Any:
+    """Return the key-value store that the processes of a run share."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
