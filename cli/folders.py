@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cli.resuming import check_resume, newest_run
-from cli.terminal import is_first_process, one_line_errors
+from cli.terminal import is_first_process, one_line_errors, srun_tasks
 from foundation.errors import UserError, without_credentials
 from foundation.locks import LOCK, in_use
 
@@ -101,7 +101,7 @@ def make_folder(config: DictConfig, key: str) -> Path:
     Raises:
         UserError: it cannot be created, or each of several processes from outside would choose a folder of its own.
     """
-    alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    alone = is_first_process() and os.environ.get("WORLD_SIZE", "1") == "1" and srun_tasks() == 1
     unnamed = OmegaConf.is_interpolation(config, "output_dir") and config.task not in IN_CACHE_DIR
     if unnamed and not alone and INHERITED not in os.environ:
         raise UserError("several processes that the command has not started itself need output_dir=FOLDER")

@@ -53,9 +53,15 @@ def is_first_process() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in RANKS)
 
 
+def srun_tasks() -> int:
+    """Return the number of processes that srun has started; 1 for a command without srun, also in an allocation."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
+    return int(tasks) if "SLURM_STEP_ID" in os.environ else 1
+
+
 def launched_from_outside() -> bool:
-    """Return whether torchrun or srun started this process; Lightning sets no RANK."""
-    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+    """Return whether torchrun or srun started this process and others; Lightning sets no RANK."""
+    return "RANK" in os.environ or srun_tasks() > 1
 
 
 def started_by_lightning() -> bool:
@@ -78,6 +84,8 @@ def command_line(trains: bool = False) -> Iterator[None]:
     """
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
+    if srun_tasks() == 1:
+        os.environ["SLURM_JOB_NAME"] = "interactive"  # else Lightning expects the processes of the allocation
     if sys.platform == "linux":
         # A killed torchrun leaves its processes running next to those of the next start. Lightning stops the first
         # process if another fails, but not the reverse; NCCL reacts to nothing but SIGKILL.
