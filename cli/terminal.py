@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from hydra.errors import CompactHydraException
+
 from foundation.errors import UserError, printable
 from foundation.locks import open_own
 from foundation.notes import notes
@@ -205,12 +207,19 @@ def end_workers() -> None:
         child.kill()
 
 
+class FailedJob(CompactHydraException):
+    """Failure of a sweep's job, whose line has been printed in this process; elsewhere it is unpickled as its base."""
+
+    def __reduce__(self) -> tuple[type[Exception], tuple[Any, ...]]:
+        return CompactHydraException, self.args
+
+
 @contextmanager
 def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     """Temporarily turn users' mistakes into one line and status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
     A signal becomes a line and status 128 + its number. The line includes notes on the exception (`add_note`).
-    In a sweep, an error or a requested stop becomes an exception that Hydra prints in a line after the other jobs. It
+    In a sweep, an error or a requested stop becomes a `FailedJob`, which ends the command after the other jobs. It
     carries neither cause nor traceback, which would keep the model of the failed job in memory.
     """
     try:
@@ -238,9 +247,7 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         where = "" if rank is None else f" in process {rank}"
         print(f"error{where}: {printable(line)}", file=sys.stderr)
     if in_sweep:
-        from hydra.errors import CompactHydraException
-
-        raise CompactHydraException(line)
+        raise FailedJob(line)
     raise SystemExit(1)
 
 

@@ -16,8 +16,15 @@ YAML_RESOLVERS = get_yaml_loader().yaml_implicit_resolvers
 
 
 def raise_hydras_errors() -> None:
-    """Make hydra.main raise its errors, instead of printing them with its own advice and exiting."""
+    """Make hydra.main raise its errors and those of jobs, instead of printing them with its own words and exiting."""
     hydra._internal.utils.run_and_report = lambda func: func()
+    JobReturn.return_value = property(_value_of, JobReturn.return_value.fset)  # type: ignore[attr-defined]
+
+
+def _value_of(job: JobReturn) -> Any:
+    if isinstance(result := result_of(job), Exception):
+        raise result
+    return result
 
 
 def compose_settings(folder: Path, name: str, overrides: list[str]) -> Any:
@@ -26,7 +33,7 @@ def compose_settings(folder: Path, name: str, overrides: list[str]) -> Any:
 
 
 def result_of(job: JobReturn) -> Any:
-    """Return the value of a job of a sweep, or the exception of a failed one; `return_value` prints and raises it."""
+    """Return the value of a job of a sweep, or the exception of a failed one, which `return_value` raises."""
     return job._return_value
 
 
