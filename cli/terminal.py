@@ -23,7 +23,7 @@ from foundation.errors import UserError, printable
 from foundation.locks import open_own
 from foundation.notes import notes
 from runs.run_folder import RunFolder
-from runs.signals import Stopped, stop
+from runs.signals import Stopped
 
 log = logging.getLogger("retouch")
 
@@ -231,7 +231,7 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         line: str | None = _with_notes(str(stopped), stopped)
         if is_first_process():
             print(line, file=sys.stderr)
-        if stopped.immediate or not (in_sweep and stop.file) or sys.modules["torch"].distributed.is_initialized():
+        if stopped.immediate or not (in_sweep and stopped.file) or sys.modules["torch"].distributed.is_initialized():
             raise SystemExit(128 + stopped.signal) from None
     except Exception as error:
         torch = sys.modules.get("torch")

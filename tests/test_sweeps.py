@@ -74,7 +74,7 @@ def test_a_failed_job_of_a_sweep_is_one_line_of_ours(run, tiny, pairs, tmp_path,
 def test_the_failure_of_a_job_on_another_machine_is_still_to_be_printed(capsys):
     with pytest.raises(SystemExit), hydras_errors("train"):
         raise FailedJob("data.root=x: no such folder")
-    with pytest.raises(UserError, match="^data.root=x: no such folder$"), hydras_errors("train"):
+    with pytest.raises(UserError, match=r"^data\.root=x: no such folder$"), hydras_errors("train"):
         raise pickle.loads(pickle.dumps(FailedJob("data.root=x: no such folder")))
     assert capsys.readouterr().err == ""
 
