@@ -34,7 +34,6 @@ def run_folder(ckpt_path: str | None) -> str:
 
 
 def prediction_folder(task: str) -> str:
-    """Return the default output_dir of a task of predict.py."""
     return new_folder(f"{'prediction' if task == 'edit' else task}_%Y-%m-%d_%H-%M-%S")
 
 

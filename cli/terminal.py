@@ -153,7 +153,6 @@ class _LineHandler(logging.Handler):
         self.put(self.format(record))
 
     def put(self, text: str) -> None:
-        """Write a text as lines."""
         with suppress(OSError):  # a full disk ends no run
             self.write(printable(text, "\n\t") + "\n")
 

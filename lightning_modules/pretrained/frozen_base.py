@@ -148,7 +148,6 @@ class FrozenBase:
             self.components.offload_to_cpu()
 
     def release(self) -> None:
-        """Unload everything."""
         self._transformer_is_loaded = False
         self.components.release(*self.components.models())
 
