@@ -13,12 +13,13 @@ from omegaconf._utils import get_yaml_loader
 
 # OmegaConf's patterns of numbers and other plain values, for a faster loader of YAML.
 YAML_RESOLVERS = get_yaml_loader().yaml_implicit_resolvers
+SET_VALUE = JobReturn.__dict__["return_value"].fset
 
 
 def raise_hydras_errors() -> None:
     """Make hydra.main raise its errors and those of jobs, instead of printing them with its own words and exiting."""
     hydra._internal.utils.run_and_report = lambda func: func()
-    JobReturn.return_value = property(_value_of, JobReturn.return_value.fset)  # type: ignore[attr-defined]
+    JobReturn.return_value = property(_value_of, SET_VALUE)  # type: ignore[method-assign, assignment]
 
 
 def _value_of(job: JobReturn) -> Any:
