@@ -139,6 +139,7 @@ def configure_logging(run: str = "") -> None:
     log.handlers = [_LineHandler(lambda text: sys.stderr.write(text))]
     log.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     log.propagate = False
+    log.handlers[0].addFilter(notes.is_shown)
     notes.begin_run(is_first_process(), run)
 
 

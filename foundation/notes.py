@@ -6,13 +6,11 @@ import sys
 
 log = logging.getLogger("retouch")
 
+NOTE = "note: "
+
 
 class EachNoteOnce(logging.Filter):
-    """Drops notes that the run has already shown.
-
-    Until the processes of a run are connected they do the same work, and the first one speaks for all. Then the one
-    that is first to log a note shows it, since a caption or an image may be known to one process only.
-    """
+    """Drops notes that this process has already logged, and by `is_shown` those that another has shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,18 +24,24 @@ class EachNoteOnce(logging.Filter):
             run: distinguishes runs of the same processes.
         """
         self._speaks, self._run, self._pid = speaks, run, os.getpid()
-        self._shown: set[str] = set()
+        self._logged: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        if not text.startswith("note: "):
-            return True
-        known = text in self._shown
-        self._shown.add(text)
-        return not known and self._shows(text)
+        is_new = text not in self._logged
+        if text.startswith(NOTE):
+            self._logged.add(text)
+        return is_new
 
-    def _shows(self, text: str) -> bool:
-        torch = sys.modules.get("torch")
+    def is_shown(self, record: logging.LogRecord) -> bool:
+        """Return whether this process shows a record on the terminal, which it shares with others.
+
+        Until the processes are connected they do the same work, and the first one speaks for all. Then the one that is
+        first to log a note shows it, since a caption or an image may be known to one process only.
+        """
+        text, torch = record.getMessage(), sys.modules.get("torch")
+        if not text.startswith(NOTE):
+            return True
         # A forked data worker must not use the connection.
         if torch is None or not torch.distributed.is_initialized() or os.getpid() != self._pid:
             return self._speaks
@@ -55,4 +59,4 @@ log.addFilter(notes)
 
 def note_once(text: str) -> None:
     """Log a note; in a run only the first of several that are equal."""
-    log.warning(f"note: {text}")
+    log.warning(f"{NOTE}{text}")

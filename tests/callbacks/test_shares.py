@@ -76,6 +76,8 @@ def test_each_note_appears_once_for_two_processes_and_in_each_job_of_a_sweep(run
     notes = [line for line in text.splitlines() if line.startswith("note: ")]
     assert len(notes) == len(set(notes)), text
     assert all(any(words in note for note in notes) for words in (*expected, "of process 0", "of process 1"))
+    kept = (tmp_path / "run/log.txt").read_text()
+    assert all(kept.count(words) for words in (*expected, "of process 0")), "whichever process has shown it"
 
     sweep = [*settings, f"output_dir={tmp_path / 'sweep'}", "optimizer.lr=1e-4,1e-3"]
     _, *jobs = re.split(r"^job \d: ", run("train", "-m", *sweep).text, flags=re.M)
