@@ -28,16 +28,13 @@ def _run(cfg: DictConfig) -> float | None:
 
 def job(cfg: DictConfig) -> float | None:
     """Run one task; in a sweep, one job."""
-    configure_logging()
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     hydra_cfg = HydraConfig.get()
+    configure_logging(hydra_cfg.runtime.output_dir)
     in_sweep = hydra_cfg.mode is RunMode.MULTIRUN
     output_dir = shorten(hydra_cfg.runtime.output_dir)
-    url = cfg.output_dir if "://" in cfg.output_dir else None
-    if url is not None and in_sweep:
-        url = f"{url.rstrip('/')}/{hydra_cfg.sweep.subdir}"
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the resolved name, for the run's config.yaml
     try:
@@ -53,11 +50,6 @@ def job(cfg: DictConfig) -> float | None:
                     if is_first_process():
                         around.enter_context(kept_log(RunFolder(output_dir)))
                     around.enter_context(queued_again(cfg.resume))
-                    if url is not None:
-                        from cli.uploads import mirrored  # imports PyTorch
-
-                        resumes = cfg.resume is not None or cfg.ckpt_path is not None
-                        around.enter_context(mirrored(url, output_dir, resumes))
                 return import_task(task)(cfg, output_dir)
     finally:
         with contextlib.suppress(OSError):  # missing, or not empty

@@ -38,7 +38,7 @@ class StartOfTraining(L.Callback):
         if (step := of_first(trainer, trainer.global_step)) != trainer.global_step:
             raise UserError(
                 f"process {trainer.global_rank} starts after step {trainer.global_step}, the first one after step "
-                f"{step}: output_dir must be a folder that all machines see; if it is in a bucket, start again"
+                f"{step}: output_dir must be a folder that all machines see"
             )
         pl_module.optimization.follow_schedule(pl_module.lr_schedulers(), trainer.global_step)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cli.check_keys import TASKS, closest, refuse
 from cli.resuming import OF_A_START, newest_run
-from cli.terminal import log, started_by_lightning
-from foundation import stores
+from cli.terminal import FailedJob, log, started_by_lightning
 from foundation.errors import UserError, listing
 from foundation.internals import get_args_parser, raise_hydras_errors
 from foundation.settings import CONF, Declared, declared, text_kind
@@ -138,7 +136,7 @@ def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
     if path not in (None, "last"):
         run: RunFolder | None = RunFolder.of_checkpoint(Path(str(path)).expanduser())
     else:
-        run = newest_run() if folder is None else RunFolder(stores.working_folder(str(folder), "outputs"))
+        run = newest_run() if folder is None else RunFolder(Path(str(folder)).expanduser())
     if run is None or not run.config.is_file() or not run.checkpoints():
         return arguments
     if not trusted:
@@ -253,9 +251,10 @@ def hydras_errors(script: str) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RuntimeError) as error:  # submitit's
-        if type(error) is CompactHydraException:  # from a sweep's job, by `one_line_errors`
-            print(error, file=sys.stderr)
+        if isinstance(error, FailedJob):
             raise SystemExit(1) from None
+        if type(error) is CompactHydraException:  # a `FailedJob` of another machine
+            raise UserError(str(error)) from None
         in_job = any(frame.f_code.co_name == "run_job" for frame, _ in traceback.walk_tb(error.__traceback__))
         if in_job or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

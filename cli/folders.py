@@ -13,14 +13,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cli.resuming import check_resume, newest_run
-from cli.terminal import is_first_process, one_line_errors
+from cli.terminal import is_first_process, one_line_errors, srun_tasks
 from foundation.errors import UserError, without_credentials
 from foundation.locks import LOCK, in_use
 
 # Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
-# A note on the run's copy in a bucket (`cli.uploads`).
-MIRROR = ".mirror.json"
 # Tasks that write to data.cache_dir, not to output_dir.
 IN_CACHE_DIR = ("cache", "clean")
 # False while a config is only shown (--cfg): then no folder is created.
@@ -36,7 +34,6 @@ def run_folder(ckpt_path: str | None) -> str:
 
 
 def prediction_folder(task: str) -> str:
-    """Return the default output_dir of a task of predict.py."""
     return new_folder(f"{'prediction' if task == 'edit' else task}_%Y-%m-%d_%H-%M-%S")
 
 
@@ -103,7 +100,7 @@ def make_folder(config: DictConfig, key: str) -> Path:
     Raises:
         UserError: it cannot be created, or each of several processes from outside would choose a folder of its own.
     """
-    alone = is_first_process() and all(os.environ.get(name, "1") == "1" for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    alone = is_first_process() and os.environ.get("WORLD_SIZE", "1") == "1" and srun_tasks() == 1
     unnamed = OmegaConf.is_interpolation(config, "output_dir") and config.task not in IN_CACHE_DIR
     if unnamed and not alone and INHERITED not in os.environ:
         raise UserError("several processes that the command has not started itself need output_dir=FOLDER")
@@ -114,8 +111,11 @@ def make_folder(config: DictConfig, key: str) -> Path:
     BEGINS.set(False)
     if not isinstance(name, str):
         raise UserError(f"output_dir={name}: name a folder, or leave it out")
-    if "://" in name and "resume" not in config:
-        raise UserError(f"output_dir={without_credentials(name)}: images are written to a folder of this machine")
+    if "://" in name:
+        shown = without_credentials(name)
+        raise UserError(
+            f"output_dir={shown} is no folder of this machine. Choose one, and copy it: rclone sync FOLDER REMOTE:PATH"
+        )
     folder = Path(OmegaConf.select(config, key))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from cli.terminal import is_first_process, machine_count
+from cli.terminal import is_first_process, machine_count, srun_tasks
 from foundation.errors import UserError
 from report.quoting import program
 from runs.signals import BEFORE_THE_END, Stopped
@@ -29,9 +29,10 @@ def join_processes(cfg: DictConfig) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher, count = "torchrun", int(os.environ["WORLD_SIZE"])
     else:
-        launcher, count = "srun", int(os.environ.get("SLURM_NTASKS", 1))
-        if count > 1 and "SLURM_STEP_ID" not in os.environ:
-            raise UserError(f"the job has {count} tasks, and one command was started: srun {program('train')} ...")
+        launcher, count = "srun", srun_tasks()
+        tasks = int(os.environ.get("SLURM_NTASKS", 1))
+        if tasks > count == 1 and "resume" in cfg:  # it trains; other commands may run alone
+            raise UserError(f"the job has {tasks} tasks, and one command was started: srun {program('train')} ...")
     if count == 1:
         return
     nodes = machine_count()

@@ -12,9 +12,9 @@ from foundation.settings import declared
 from report.quoting import program
 
 
-def work_folder(place: str | None, under: str = "outputs") -> str | None:
-    """Return the folder of this machine that belongs to a folder or, below `under`, to a bucket."""
-    return place and str(stores.working_folder(place, under))
+def work_folder(place: str | None) -> str | None:
+    """Return the folder of this machine that belongs to a folder or, below cache/, to a bucket."""
+    return place and str(stores.working_folder(place))
 
 
 def when(key: str, value: Any, then: Any, otherwise: Any, *, _root_: DictConfig) -> Any:

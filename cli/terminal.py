@@ -19,10 +19,13 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any, TextIO
 
+from hydra.errors import CompactHydraException
+
 from foundation.errors import UserError, printable
 from foundation.locks import open_own
+from foundation.notes import notes
 from runs.run_folder import RunFolder
-from runs.signals import Stopped, stop
+from runs.signals import Stopped
 
 log = logging.getLogger("retouch")
 
@@ -57,9 +60,15 @@ def is_first_process() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in RANKS)
 
 
+def srun_tasks() -> int:
+    """Return the number of processes that srun has started; 1 for a command without srun, also in an allocation."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
+    return int(tasks) if "SLURM_STEP_ID" in os.environ else 1
+
+
 def launched_from_outside() -> bool:
-    """Return whether torchrun or srun started this process; Lightning sets no RANK."""
-    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+    """Return whether torchrun or srun started this process and others; Lightning sets no RANK."""
+    return "RANK" in os.environ or srun_tasks() > 1
 
 
 def started_by_lightning() -> bool:
@@ -82,6 +91,8 @@ def command_line(trains: bool = False) -> Iterator[None]:
     """
     sys.stdout, sys.stderr = _tolerant(sys.stdout), _tolerant(sys.stderr)
     configure_logging()
+    if srun_tasks() == 1:
+        os.environ["SLURM_JOB_NAME"] = "interactive"  # else Lightning expects the processes of the allocation
     if sys.platform == "linux":
         # A killed torchrun leaves its processes running next to those of the next start. Lightning stops the first
         # process if another fails, but not the reverse; NCCL reacts to nothing but SIGKILL.
@@ -122,8 +133,8 @@ def _tolerant(stream: TextIO | None) -> TextIO:
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream is sys.__stderr__)
 
 
-def configure_logging() -> None:
-    """Write Retouch's log to stderr without decoration."""
+def configure_logging(run: str = "") -> None:
+    """Write Retouch's log to stderr without decoration; a `run` begins, and shows its own notes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # These libraries log while they are imported.
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -133,6 +144,8 @@ def configure_logging() -> None:
     log.handlers = [_LineHandler(lambda text: sys.stderr.write(text))]
     log.setLevel(logging.INFO if is_first_process() else logging.WARNING)
     log.propagate = False
+    log.handlers[0].addFilter(notes.is_shown)
+    notes.begin_run(is_first_process(), run)
 
 
 class _LineHandler(logging.Handler):
@@ -146,7 +159,6 @@ class _LineHandler(logging.Handler):
         self.put(self.format(record))
 
     def put(self, text: str) -> None:
-        """Write a text as lines."""
         with suppress(OSError):  # a full disk ends no run
             self.write(printable(text, "\n\t") + "\n")
 
@@ -200,12 +212,19 @@ def end_workers() -> None:
         child.kill()
 
 
+class FailedJob(CompactHydraException):
+    """Failure of a sweep's job, whose line has been printed in this process; elsewhere it is unpickled as its base."""
+
+    def __reduce__(self) -> tuple[type[Exception], tuple[Any, ...]]:
+        return CompactHydraException, self.args
+
+
 @contextmanager
 def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
     """Temporarily turn users' mistakes into one line and status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
     A signal becomes a line and status 128 + its number. The line includes notes on the exception (`add_note`).
-    In a sweep, an error or a requested stop becomes an exception that Hydra prints in a line after the other jobs. It
+    In a sweep, an error or a requested stop becomes a `FailedJob`, which ends the command after the other jobs. It
     carries neither cause nor traceback, which would keep the model of the failed job in memory.
     """
     try:
@@ -217,7 +236,7 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         line: str | None = _with_notes(str(stopped), stopped)
         if is_first_process():
             print(line, file=sys.stderr)
-        if stopped.immediate or not (in_sweep and stop.file) or sys.modules["torch"].distributed.is_initialized():
+        if stopped.immediate or not (in_sweep and stopped.file) or sys.modules["torch"].distributed.is_initialized():
             raise SystemExit(128 + stopped.signal) from None
     except Exception as error:
         torch = sys.modules.get("torch")
@@ -233,9 +252,7 @@ def one_line_errors(in_sweep: bool = False) -> Iterator[None]:
         where = "" if rank is None else f" in process {rank}"
         print(f"error{where}: {printable(line)}", file=sys.stderr)
     if in_sweep:
-        from hydra.errors import CompactHydraException
-
-        raise CompactHydraException(line)
+        raise FailedJob(line)
     raise SystemExit(1)
 
 

@@ -268,6 +268,5 @@ def link_or_copy(source: str | Path, place: str | Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the checksum of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Private names of Hydra 1.3, OmegaConf 2.3 and Lightning 2.6, used nowhere else: check them at each update."""
+"""Private names of Hydra 1.3, OmegaConf 2.3, Lightning 2.6 and torch 2.14: check them at each update."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,19 @@ from omegaconf._utils import get_yaml_loader
 
 # OmegaConf's patterns of numbers and other plain values, for a faster loader of YAML.
 YAML_RESOLVERS = get_yaml_loader().yaml_implicit_resolvers
+SET_VALUE = JobReturn.__dict__["return_value"].fset
 
 
 def raise_hydras_errors() -> None:
-    """Make hydra.main raise its errors, instead of printing them with its own advice and exiting."""
+    """Make hydra.main raise its errors and those of jobs, instead of printing them with its own words and exiting."""
     hydra._internal.utils.run_and_report = lambda func: func()
+    JobReturn.return_value = property(_value_of, SET_VALUE)  # type: ignore[method-assign, assignment]
+
+
+def _value_of(job: JobReturn) -> Any:
+    if isinstance(result := result_of(job), Exception):
+        raise result
+    return result
 
 
 def compose_settings(folder: Path, name: str, overrides: list[str]) -> Any:
@@ -26,7 +34,7 @@ def compose_settings(folder: Path, name: str, overrides: list[str]) -> Any:
 
 
 def result_of(job: JobReturn) -> Any:
-    """Return the value of a job of a sweep, or the exception of a failed one; `return_value` prints and raises it."""
+    """Return the value of a job of a sweep, or the exception of a failed one, which `return_value` raises."""
     return job._return_value
 
 
@@ -50,3 +58,10 @@ def resume_at(checkpoint: dict[str, Any], batch: int) -> None:
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counter in (progress["total"], progress["current"]):
         counter.update(dict.fromkeys(counter, batch))
+
+
+def default_store() -> Any:
+    """Return the key-value store that the processes of a run share."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

@@ -34,7 +34,6 @@ class Holder(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs on this machine."""
         return self.host == platform.node()
 
 
@@ -83,7 +82,6 @@ def open_own(path: Path) -> FileIO:
 
 
 def lock_content(pid: int) -> bytes:
-    """Return the content of the lock of a running process."""
     return f" {platform.node()} {pid} {psutil.Process(pid).create_time()}".encode()
 
 

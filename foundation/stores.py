@@ -66,12 +66,12 @@ def kind_of(url: str) -> str | None:
     return KIND_BY_SCHEME.get(url.partition("://")[0].lower())
 
 
-def working_folder(place: str, under: str = "cache") -> Path:
-    """Return a folder of this machine: `place` itself, or UNDER/BUCKET/PATH for a folder in a bucket."""
+def working_folder(place: str) -> Path:
+    """Return a folder of this machine: `place` itself, or cache/BUCKET/PATH for a folder in a bucket."""
     if "://" not in place:
         return Path(place).expanduser()
     url = urlsplit(place)
-    return Path(under, url.netloc.rpartition("@")[2], url.path.strip("/"))
+    return Path("cache", url.netloc.rpartition("@")[2], url.path.strip("/"))
 
 
 def locate(url: str, setting: str = "data.shards") -> "tuple[ObjectStore, str]":

@@ -14,8 +14,8 @@ from torch import Tensor
 from datamodules.batch import ON_HOST, LatentBatch, PromptRequest, RawBatch, copy_to, stack_padded
 from datamodules.encoding import EncodeRequest
 from datamodules.images.decoding import PREPROCESSING
+from foundation.notes import note_once
 from lightning_modules.family import Family
-from lightning_modules.pretrained.checks import note_once
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.timing import ProgressLines, StageTimer
 

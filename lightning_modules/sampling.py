@@ -15,11 +15,11 @@ from torch import Tensor
 from datamodules.batch import LatentBatch
 from datamodules.edits import EditRequest
 from foundation.errors import UserError
+from foundation.notes import note_once
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.gates import RankGate, mask_forwards, sampling_step
 from lightning_modules.encoder import Encoder
 from lightning_modules.family import Family, Sampling, stock_pipeline
-from lightning_modules.pretrained.checks import note_once
 from lightning_modules.pretrained.component_files import load_component
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED

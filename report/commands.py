@@ -130,7 +130,6 @@ def _size_of(module: EditModule, sample: Strip) -> dict[str, int]:
 
 
 def _pipeline_arguments(module: EditModule, sampling: Sampling) -> dict[str, Any]:
-    """Return the settings of the sample images as arguments of a pipeline."""
     arguments = {"num_inference_steps": sampling.num_inference_steps, **module.sampling_rules.scales(sampling)}
     negative = module.sampling_rules.negative_prompt(sampling)
     if negative is None:

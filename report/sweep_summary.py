@@ -89,7 +89,6 @@ class SweepSummary(Callback):
             write_rows(folder / "sweep.csv", self.rows)
         with best_effort("report.html"):
             _write_page(folder, rows, monitor, "more" if higher else "less")
-        # After each job: after the last one a sweep with a failed job shows Hydra's error only.
         if len(rows) > 1:
             best, here = rows[0], shorten(folder)
             line = f"{monitor} of no job is known"

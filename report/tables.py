@@ -70,7 +70,6 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[
 
 
 def metric_names(row: Mapping[str, float]) -> list[str]:
-    """Return the names of the metrics in a row of validation.csv."""
     return [
         name for name in row if name != "step" and not name.startswith("val_loss") and not name.endswith(tuple(ENDS))
     ]

@@ -35,6 +35,7 @@ class Stopped(BaseException):
         super().__init__(f"stopped by {file or number.name} {where}".rstrip())
         self.signal = number
         self.immediate = immediate
+        self.file = file
 
 
 class Stop:
@@ -78,6 +79,7 @@ class Stop:
             previous, self._previous = self._previous, {}
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            self._reset()
 
     def install_handlers(self) -> None:
         """Install the handlers, again if a library has installed its own; only inside `listening`."""

@@ -89,7 +89,6 @@ def clean(cfg: DictConfig, _: Path) -> None:
 
 
 def _described(cache: Cache) -> str:
-    """Return the content of a cache in a few words."""
     manifest = cache.manifest()
     if not (parts := manifest.get("parts")):
         return "never finished"

@@ -141,7 +141,6 @@ def phases_of(plan: Footprint, module: EditModule) -> dict[str, dict[str, int]]:
 
 
 def _memory(plan: Footprint, module: EditModule) -> dict[str, str]:
-    """Return the rows about memory and disk."""
     phases = phases_of(plan, module)
     peak = max(sum(parts.values()) for parts in phases.values())
     place, offloads = module.base.components.place, module.base.offloads_encoders

@@ -77,12 +77,10 @@ class ExportedLoRA(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Kind of its deltas."""
         return common_kind(self.deltas.values())
 
     @property
     def rank(self) -> int:
-        """Highest rank of its layers."""
         return max(delta.divisor or 0 for delta in self.deltas.values())
 
     def header_of(self, export: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from callbacks.loggers import alert
 from callbacks.metrics import Metrics
 from callbacks.validation import Validation
 from cli.arguments import NOTIFY
+from cli.hub_upload import push_to_hub
 from cli.placement import place_trainer, require_card
 from cli.resolvers import CONF
 from cli.resuming import Start, find_start, start_again
 from cli.terminal import is_first_process, line_for_users, log, silence_libraries
-from cli.uploads import push_to_hub
 from datamodules.cached import CachedDataModule
 from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError

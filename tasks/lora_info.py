@@ -142,7 +142,6 @@ def _add(table: Table, columns: Sequence[Mapping[str, str]], most: int) -> None:
 
 
 def _add_difference(table: Table, one: Mapping[str, Delta], other: Mapping[str, Delta]) -> None:
-    """Add the difference of two LoRAs in their common layers."""
     # A rotation of inputs cannot be compared with an update of the weight.
     fits = [{layer: (*delta.shape, delta.kind == "OFT") for layer, delta in deltas.items()} for deltas in (one, other)]
     common = [layer for layer, fit in fits[0].items() if fits[1].get(layer) == fit]

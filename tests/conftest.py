@@ -21,6 +21,7 @@ from hypothesis import settings
 from lightning import seed_everything
 from PIL import Image
 
+from foundation.notes import notes
 from tests.support.commands import COUNTS, Outcome, run_here, short
 from tests.support.composition import keep_compositions
 from tests.support.gallery import Folders, Gallery, Runs, once, shared_folder
@@ -160,6 +161,12 @@ def data_set_cache(monkeypatch, tmp_path):
 def copied(tmp_path):
     """Copy a past run, to change it: to a folder of this test."""
     return lambda past, name="run": Path(shutil.copytree(past.folder, tmp_path / name))
+
+
+@pytest.fixture(autouse=True)
+def own_notes():
+    """Show notes again that an earlier test has shown."""
+    notes.begin_run(True, "")
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ def arguments_of(script, folder, *given, name="train.py", **environment):
     for launcher in ("srun", "torchrun", "python"):
         (folder / launcher).write_text(SHOW)
         (folder / launcher).chmod(0o755)
+    (folder / "aws").write_text('#!/bin/sh\necho "$@" >> aws.txt\n')
+    (folder / "aws").chmod(0o755)
     (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
     (folder / ".venv" / "bin" / "activate").touch()
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), **environment}
@@ -158,7 +160,8 @@ def test_spot_job_trains_with_settings_that_exist(nodes, tmp_path):
     assert training.data.shards == "s3://my-bucket/cache/FINGERPRINT"
     assert training.data.root is None
     assert training.resume == "auto"
-    assert training.output_dir == "s3://my-bucket/runs/snow"
+    assert training.output_dir == "outputs/snow"
+    assert "s3://my-bucket/runs/snow outputs/snow\n" in (tmp_path / "aws.txt").read_text()
 
 
 def test_image_gets_all_that_training_needs():

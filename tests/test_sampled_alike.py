@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datamodules.edits import EditsDataModule, own_edits
 from foundation.errors import UserError
+from foundation.notes import notes
 from lightning_modules.family import Sampling
-from lightning_modules.pretrained.checks import note_once
 from report.images import read_strip
 from tests.support.commands import compose, short, unloaded
 from tests.support.pictures import photograph, pixels, records
@@ -55,7 +55,7 @@ def test_fixed_shift_is_the_closed_form(repositories, terminal):
 
 
 def sampler_of(repository, model, *more):
-    note_once.cache_clear()
+    notes.begin_run(True, "")
     settings = [f"model={model}", f"model.pretrained_model_name_or_path={repository}", "model.dtype=float32"]
     return instantiate(compose("predict", *settings, *more).model, adapter=None, optimization=None).sampler
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import EpsImagePlugin, Image
 
-from cli import uploads
+from cli import hub_upload
 from cli.arguments import FUNCTION, read_arguments, read_values
 from cli.check_keys import declared
 from cli.terminal import configure_logging
@@ -295,7 +295,7 @@ def test_published_files_come_from_inside_the_root(run, tiny, tmp_path, monkeypa
     sent = {}
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda _, **more: sent.update(more))
-    uploads.push_to_hub(RunFolder(folder), "lora", "owner/name", True)
+    hub_upload.push_to_hub(RunFolder(folder), "lora", "owner/name", True)
     assert "notes.txt" in sent["ignore_patterns"]
     (folder / "linked.txt").symlink_to(secret)
     os.mkfifo(folder / "pipe")
@@ -310,20 +310,3 @@ def test_a_report_names_nothing_of_the_machine_in_its_captions(run, tiny, tmp_pa
     text = (tmp_path / "run/report.html").read_text()
     assert not re.search("/home/me|hf_abcdefgh", text)
     assert "x.png" in text
-
-
-def test_a_bucket_writes_below_its_run_only(tmp_path, monkeypatch):
-    class Bucket:
-        def __init__(self, *_):
-            pass
-
-        def sizes(self):
-            return {"../../evil": 1, "checkpoints/last.ckpt": 1}
-
-        def checksum(self, name):
-            return "x"
-
-    monkeypatch.setattr(uploads, "Bucket", Bucket)
-    mirror = uploads.Mirror("s3://bucket/run", RunFolder(tmp_path / "a/b/run"))
-    with pytest.raises(UserError, match=r"\.\./\.\./evil is not below it"):
-        mirror.download(resumes=True)

@@ -1,10 +1,14 @@
 """Several runs of one command."""
 
 import gc
+import pickle
 import re
 
 import pytest
 
+from cli.arguments import hydras_errors
+from cli.terminal import FailedJob
+from foundation.errors import UserError
 from lightning_modules.families.flux.module import FluxKontext
 from tests.callbacks.test_report import Page
 from tests.support.commands import metrics, short
@@ -47,6 +51,32 @@ def test_sweep_writes_a_table_and_a_page_with_the_best_first_and_continues_after
     said = r"best of 3 jobs so far: psnr (\S+) with optimizer.lr=(\S+) in (\S+); all of them: (\S+)"
     lines = re.findall(said, outcome.text)
     assert lines == [(measured[0], rates[int(best)], str(folder / best), str(folder / "report.html"))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["task=dry_run", "optimizer.lr=1e-4,1e-3"], "task=dry_run plans one run"),
+        (["optimizer.lr=-1,-2"], "optimizer.lr=-"),
+        (["data.root=/nowhere,/none"], "data.root=/n"),
+    ],
+)
+def test_a_failed_job_of_a_sweep_is_one_line_of_ours(run, tiny, pairs, tmp_path, settings, words):
+    outcome = run("train", "-m", *short(tiny, pairs, tmp_path / "sweep", 1), *settings, ok=False)
+    assert outcome.status == 1
+    lines = [line for line in outcome.text.splitlines() if words in line and not line.startswith("job ")]
+    assert len(lines) == 2, outcome.text
+    assert all(line.startswith(f"error: {words}") for line in lines)
+    assert "Error executing" not in outcome.text
+    assert "Traceback" not in outcome.text
+
+
+def test_the_failure_of_a_job_on_another_machine_is_still_to_be_printed(capsys):
+    with pytest.raises(SystemExit), hydras_errors("train"):
+        raise FailedJob("data.root=x: no such folder")
+    with pytest.raises(UserError, match=r"^data\.root=x: no such folder$"), hydras_errors("train"):
+        raise pickle.loads(pickle.dumps(FailedJob("data.root=x: no such folder")))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

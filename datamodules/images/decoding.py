@@ -1,6 +1,5 @@
 """Image files to tensors as the diffusers pipelines see them: upright, 8-bit sRGB, in [-1, 1]."""
 
-import logging
 import math
 import re
 import struct
@@ -8,7 +7,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -24,8 +22,7 @@ from datamodules.images.recipe_images import RecipeImage
 from datamodules.images.samples import SIDE_MULTIPLE, Alpha, ImageFile
 from foundation.errors import UserError, printable
 from foundation.files import reason, require_file
-
-log = logging.getLogger("retouch")
+from foundation.notes import note_once
 
 # Increase it when the same file gives other pixels: caches are then rebuilt.
 PREPROCESSING = 4
@@ -173,7 +170,9 @@ def image_facts(path: ImageFile) -> Facts:
         frames = image.format in MOVING and getattr(image, "n_frames", 1) > 1
         transform, fault = conversion(image)
         if fault:
-            _note_fault(str(path), fault)
+            note_once(
+                f"{printable(str(path))}: its colour profile cannot be used ({fault}). Its colours are read as sRGB"
+            )
         return Facts(*size, frames, image.has_transparency_data, "" if transform is None else "srgb")
 
 
@@ -183,11 +182,6 @@ def _upright_size(image: Image.Image) -> Sides:
     exif = image.getexif() if image.info.get("late") else Image.Image.getexif(image)
     turned = ExifTags.Base.Orientation in getattr(image, "tag_v2", ())  # a TIFF, by PIL
     return image.size[::-1] if not turned and exif.get(ExifTags.Base.Orientation, 1) in range(5, 9) else image.size
-
-
-@lru_cache(maxsize=4096)
-def _note_fault(path: str, fault: str) -> None:
-    log.warning(f"note: {printable(path)}: its colour profile cannot be used ({fault}). Its colours are read as sRGB")
 
 
 def _complete(image: Image.Image) -> None:

@@ -91,7 +91,6 @@ class Folder:
         return data
 
     def write(self, name: str, content: bytes) -> None:
-        """Create or replace a file."""
         with replacing(self.path / name) as temporary:
             temporary.write_bytes(content)
 
@@ -149,7 +148,6 @@ class Cache:
         return {"shards": {}}
 
     def file_hashes(self) -> FileHashes:
-        """Return the known checksums of the samples' files."""
         return FileHashes(sorted(self.folder.glob("files-*.jsonl")))
 
     def add_file_hashes(self, rank: int, hashed: Iterable[Hashed]) -> None:
@@ -159,13 +157,11 @@ class Cache:
             file.writelines(map(FileHashes.line, hashed))
 
     def new_shard(self, rank: int) -> OpenShard:
-        """Open a new tar for the process of this rank."""
         tars = sorted(self.folder.glob(f"latents-{rank:05d}-*.tar"))
         number = int(tars[-1].stem.rpartition("-")[2]) + 1 if tars else 0
         return OpenShard(self.folder / f"latents-{rank:05d}-{number:06d}.tar")
 
     def seal(self, shard: OpenShard) -> None:
-        """Finish a tar."""
         shard.seal()
 
     def touch(self) -> bool:

@@ -117,7 +117,6 @@ class OpenShard:
 
 
 def part_path(tar: Path) -> Path:
-    """Return the path of a tar's part of the index."""
     return tar.with_suffix(".jsonl")
 
 

@@ -4,21 +4,16 @@ import hashlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import obstore
 from obstore.exceptions import BaseError
 
 from foundation.errors import UserError, without_credentials
-from foundation.files import DAMAGED, file_sha256, reason, replacing
+from foundation.files import DAMAGED, file_sha256, reason
 from foundation.stores import failure, is_bucket_absent, kind_of, locate
-
-if TYPE_CHECKING:
-    from obstore import GetResult
 
 log = logging.getLogger("retouch")
 
@@ -106,7 +101,9 @@ class Bucket:
         def get() -> Result:
             got = obstore.get(self.store, self.prefix + name)
             data = bytes(got.bytes())
-            _compare(got, name, hashlib.sha256(data).hexdigest())
+            sha256 = hashlib.sha256(data).hexdigest()
+            if got.attributes.get(CHECKSUM, sha256) != sha256:  # an object of another program has no checksum
+                raise DamagedError(f"{name} is not as it was uploaded")
             try:
                 return parse(data)
             except DAMAGED as error:
@@ -131,30 +128,6 @@ class Bucket:
         except FileNotFoundError:
             raise UserError(f"{self.setting}: {self}/{name} is not there") from None
 
-    def checksum(self, name: str) -> str | None:
-        """Return the sha256 of an object's content, or an empty text if another program wrote it; None if absent."""
-        try:
-            got = self.attempt(lambda: obstore.get(self.store, self.prefix + name, options={"head": True}), name)
-        except FileNotFoundError:
-            return None
-        return str(got.attributes.get(CHECKSUM, ""))
-
-    def download(self, name: str, path: Path) -> None:
-        """Replace a file by an object; raises FileNotFoundError if it does not exist."""
-
-        def fetch() -> None:
-            got = obstore.get(self.store, self.prefix + name)
-            digest = hashlib.sha256()
-            with replacing(path) as temporary, temporary.open("wb") as file:
-                for chunk in got.stream():
-                    file.write(chunk)
-                    digest.update(chunk)
-                _compare(got, name, digest.hexdigest())
-                if file.tell() != got.meta["size"]:
-                    raise DamagedError(f"broke off after {file.tell()} of {got.meta['size']} bytes")
-
-        self.attempt(fetch, name)
-
     def write(self, name: str, content: Path | bytes) -> None:
         """Create or replace an object by a file or by bytes."""
 
@@ -164,15 +137,3 @@ class Bucket:
             obstore.put(self.store, self.prefix + name, content, attributes=attributes, max_concurrency=UPLOADED_PARTS)
 
         self.attempt(put, name, "written")
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; some may be absent."""
-        for name in names:
-            with suppress(FileNotFoundError):
-                self.attempt(partial(obstore.delete, self.store, self.prefix + name), name, "written")
-
-
-def _compare(got: "GetResult", name: str, sha256: str) -> None:
-    """Raise a DamagedError unless an object is as it was uploaded; one of another program may have no checksum."""
-    if got.attributes.get(CHECKSUM, sha256) != sha256:
-        raise DamagedError(f"{name} is not as it was uploaded")

@@ -133,7 +133,6 @@ class TrainedParts:
         self.parts = {"transformer": transformer, **dict(text_encoders.items())}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters by name."""
         return {f"{at}.{name}": one for at, part in self.parts.items() for name, one in trainable(part).items()}
 
     def by_learning_rate(self) -> dict[float, list[nn.Parameter]]:
@@ -172,5 +171,4 @@ class TrainedParts:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -119,7 +119,6 @@ class RankGate(Gate):
 
 
 def _guard_merging(layer: Any, adapter_name: str) -> None:
-    """Make peft's layer refuse to merge an adapter."""
     merge = layer.merge
 
     def guarded(safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

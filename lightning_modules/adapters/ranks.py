@@ -54,15 +54,12 @@ class Ranks:
         return found
 
     def rank_of(self, layer: str) -> int:
-        """Return the rank of one layer."""
         return int(last_match(self.rank_pattern, layer, self.rank))
 
     def alpha_of(self, layer: str) -> float:
-        """Return the alpha of one layer."""
         return last_match(self.alpha_pattern, layer, self.alpha)
 
     def scale_of(self, layer: str) -> float:
-        """Return the factor of one layer's update."""
         rank = self.rank_of(layer)
         return self.alpha_of(layer) / (math.sqrt(rank) if self.use_rslora else rank)
 

@@ -91,7 +91,6 @@ class OrthoHalf(nn.Module):
         raise NotImplementedError
 
     def load_lora_weight(self, weight: Tensor) -> None:
-        """Copy a matrix that `lora_weight` returned."""
         raise NotImplementedError
 
     def used_weight(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
+from foundation.notes import note_once
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gates import Gate, RankGate
@@ -21,7 +22,6 @@ from lightning_modules.execution.checkpointing import read_policy, set_checkpoin
 from lightning_modules.execution.compilation import compile_blocks, compiles
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights
 from lightning_modules.family import Family
-from lightning_modules.pretrained.checks import note_once
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED
 from lightning_modules.settings import ModelSettings

@@ -10,7 +10,7 @@ import torch.cuda._pin_memory_utils
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_modules.pretrained.checks import note_once
+from foundation.notes import note_once
 from lightning_modules.quantization.linear import QuantizedLinear
 
 # Byte alignment of tensors within a piece of host memory.

@@ -147,7 +147,6 @@ class LowRank(Delta):
 
     @property
     def rank(self) -> int:
-        """Its number of components."""
         return self.down.shape[0]
 
     @property
@@ -186,7 +185,6 @@ class LowRank(Delta):
         return float(((up.T @ up) * (down @ down.T)).sum())  # the inner products of the components
 
     def first(self, count: int) -> Self:
-        """Keep the first components."""
         return replace(self, down=self.down[:count].contiguous(), up=self.up[:, :count].contiguous())
 
     def reduced(self, rank: int) -> "LowRank":

@@ -148,7 +148,6 @@ def modelspec(model: str, base: str, resolution: int | None, **facts: str | None
 
 
 def modelspec_in(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the standard's entries of a file."""
     return {key.removeprefix(SPEC_PREFIX): text for key, text in metadata.items() if key.startswith(SPEC_PREFIX)}
 
 

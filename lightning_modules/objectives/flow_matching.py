@@ -1,4 +1,4 @@
-"""Flow matching with its options: weights of positions and of t, contrastive guidance, preservation of the base."""
+"""Flow matching with its options: weights of positions, contrastive guidance, preservation of the base."""
 
 import logging
 import math
@@ -52,22 +52,6 @@ class Huber:
         delta, size = self.threshold(t), difference.abs()
         return torch.where(size <= delta, size.square(), delta * (2 * size - delta))
 
-
-class PseudoHuber(Huber):
-    """The smooth version: 2 d (sqrt(x^2 + d^2) - d) of an error x and the threshold d."""
-
-    def __call__(self, difference: Tensor, t: Tensor) -> Tensor:
-        delta = self.threshold(t)
-        # As a quotient: the difference of the roots would cancel.
-        return 2 * delta * difference.square() / ((difference.square() + delta.square()).sqrt() + delta)
-
-
-def cosine(t: Tensor) -> Tensor:
-    """(B,) -> (B,): 2 / (pi (1 - 2 t + 2 t^2)), largest at t = 1/2 (`cosmap` of arXiv 2403.03206)."""
-    return 2 / (math.pi * (1 - 2 * t + 2 * t.square()))
-
-
-WEIGHTINGS: dict[str | None, Callable[[Tensor], Tensor] | None] = {None: None, "cosine": cosine}
 
 # Side of the square of latent positions over which changes are averaged; odd, to have a centre.
 SMOOTH = 3
@@ -138,17 +122,16 @@ class Preservation:
 
 
 class FlowMatchingObjective(Objective):
-    """The velocity's error, weighted by position and by t, plus distances from the base.
+    """The velocity's error, weighted by position, plus distances from the base.
 
-    The loss is weighting(t) (sum(w e) / sum(w) + preserve.outside ...) + preserve.weight ..., with the error e of each
-    position and its weight w, the mask's times the edit's.
+    The loss is sum(w e) / sum(w) + preserve.outside ... + preserve.weight ..., with the error e of each position, and
+    its weight w, the mask's times the edit's.
 
     Args:
         loss: element-wise error, from (velocity - target, t).
         mask: `outside`, the weight outside of a sample's mask; inside it is 1.
         edit_weight: `floor`, the weight where the edit changes nothing; the most changed position has weight 1, so that
             a small edit of a large image is not drowned. 1: no weights.
-        weighting: weight of a sample by t, a name in `WEIGHTINGS`.
         contrastive_guidance: the scale s for guidance-distilled bases: the target is u + s (target - u), with the
             model's own velocity u for the empty prompt; 1 for none.
         preserve: distances from the base.
@@ -159,16 +142,12 @@ class FlowMatchingObjective(Objective):
         loss: Callable[[Tensor, Tensor], Tensor],
         mask: Mapping[str, float],
         edit_weight: Mapping[str, float],
-        weighting: str | None,
         contrastive_guidance: float,
         preserve: Preservation,
     ) -> None:
-        if weighting not in WEIGHTINGS:
-            raise UserError(f"objective.weighting={weighting}: choose null or cosine")
         self.loss = loss
         self.mask_outside = mask["outside"]
         self.edit_floor = edit_weight["floor"]
-        self.weighting = WEIGHTINGS[weighting]
         self.contrastive_guidance = contrastive_guidance
         self.preserve = preserve
         self.needs_base = preserve.outside > 0 or bool(preserve.prompts)
@@ -199,8 +178,6 @@ class FlowMatchingObjective(Objective):
         losses = mean_over_positions(error, self._weights(batch, noised, error))
         if self.preserve.outside:
             losses = losses + self.preserve.outside_losses(velocity, self._region(batch, noised, error), noised, model)
-        if self.weighting is not None:
-            losses = losses * self.weighting(noised.t)
         if self.preserve.uses_prompts(step):
             losses = losses + self.preserve.prompt_losses(batch, noised, model)
         return losses if batch.weights is None else losses * batch.weights

@@ -4,10 +4,8 @@ Libraries fill gaps with random numbers or empty vocabularies, and ignore scales
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights, Weights, rotated_group
 from lightning_modules.quantization.eight_bit import ROTATED_GROUPS
 from lightning_modules.quantization.quantization import PLAIN, QUANTIZATIONS
-
-log = logging.getLogger("retouch")
 
 NOT_READ = "which is not read: use the model's 16-bit, fp8 or int8 weights, or a GGUF file of its transformer"
 # ComfyUI's names of the formats that are read, by weight dtype; other entries that its notes may have.
@@ -53,12 +49,6 @@ NAMED = [f"model.{part}_name_or_path" for part in ("transformer", "text_encoder"
 NAME_FILES = f"single files, also a checkpoint of all parts, are named by {', '.join(NAMED)}"
 # Files of weights, whether they are read or not.
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|pkl|gguf|msgpack|h5|onnx|xml|tflite|index(\.\w+)?\.json)")
-
-
-@cache
-def note_once(text: str) -> None:
-    """Warn, but only once: a run has several modules."""
-    log.warning(f"note: {text}")
 
 
 def models_for(class_name: str | None) -> str:

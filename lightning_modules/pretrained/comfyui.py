@@ -10,8 +10,9 @@ from typing import Any
 
 from foundation.catalogue import CONFIGURATIONS, shipped_configuration
 from foundation.errors import UserError, listing
+from foundation.notes import note_once
 from lightning_modules.family import Family
-from lightning_modules.pretrained.checks import NAME_FILES, note_once, read_json
+from lightning_modules.pretrained.checks import NAME_FILES, read_json
 from lightning_modules.pretrained.component_files import open_components
 from lightning_modules.pretrained.repository import SUFFIXES, read_index, resolve_repository, with_weights
 from lightning_modules.pretrained.transformer import TransformerSource

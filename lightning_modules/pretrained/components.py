@@ -69,7 +69,6 @@ class Components:
         return self.placement["vae" if name == "vae" else "text_encoder"]
 
     def device(self, name: str) -> torch.device:
-        """Return a component's device."""
         return self.place(name) or self.main_device()
 
     def __getitem__(self, name: str) -> Any:
@@ -102,7 +101,6 @@ class Components:
 
     @property
     def quantized(self) -> list[str]:
-        """The names of the quantized components."""
         chosen = () if self.quantization is None else self.quantization.components_to_quantize
         return [name for name in chosen if name != "transformer"]
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from foundation.errors import UserError, listing
+from foundation.notes import note_once
 from lightning_modules import flow
 from lightning_modules.family import Family, Sampling
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.pretrained import repository
-from lightning_modules.pretrained.checks import check_component, models_for, note_once, open_weights
+from lightning_modules.pretrained.checks import check_component, models_for, open_weights
 from lightning_modules.pretrained.comfyui import with_comfyui
 from lightning_modules.pretrained.components import Components
 from lightning_modules.pretrained.single_file import single_file
@@ -147,7 +148,6 @@ class FrozenBase:
             self.components.offload_to_cpu()
 
     def release(self) -> None:
-        """Unload everything."""
         self._transformer_is_loaded = False
         self.components.release(*self.components.models())
 

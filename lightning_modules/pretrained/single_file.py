@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from foundation.catalogue import shipped_models
 from foundation.errors import UserError, listing
 from foundation.files import GGUF, PICKLES, kind_of_file, reading
+from foundation.notes import note_once
 from lightning_modules.lora_files.delta import swap_halves
 from lightning_modules.lora_files.names import LayerNames, Meaning, NativeNames, in_blocks
-from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes, note_once
+from lightning_modules.pretrained.checks import NOT_READ, check_names, check_notes
 from lightning_modules.pretrained.repository import SUFFIXES, meta_component
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights, Weights, write_tensors
 from lightning_modules.quantization.linear import HINTS, SCALED

@@ -12,6 +12,7 @@ import torch
 from foundation.catalogue import shipped_configuration
 from foundation.errors import UserError
 from foundation.hub import repository_file
+from foundation.notes import note_once
 from lightning_modules.blocks import streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
@@ -85,7 +86,7 @@ class TransformerSource:
         stored = open_file(self.file)
         named = name_tensors(stored, self.file, self.meta, self.native)
         if isinstance(stored, GGUFWeights) and self.quantization is None:
-            checks.note_once(
+            note_once(
                 f"{self.file.name} is {stored.type} on disk and becomes {self._configured}. model/quantization=nf4 or "
                 "fp8 takes less memory"
             )

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
-from cli import uploads
+from cli import hub_upload
 from runs.run_folder import RunFolder
 from runs.signals import stop
 
@@ -57,7 +57,7 @@ def hub(monkeypatch):
 @pytest.fixture
 def said(monkeypatch, caplog):
     """Return the lines of an upload; a run in this process takes Retouch's logger away from caplog."""
-    monkeypatch.setattr(uploads, "log", logging.getLogger("uploads"))
+    monkeypatch.setattr(hub_upload, "log", logging.getLogger("uploads"))
     caplog.set_level(logging.INFO, "uploads")
     return caplog
 
@@ -71,7 +71,7 @@ def test_last_and_best_arrive_with_their_cards(hub, gallery, copied, said):
     folder = copied(gallery("shown"))
     whole = on_disk(folder / "lora/last") | on_disk(folder / "lora/best", "best/")
     (folder / "lora/last/.weights.1.tmp").write_text("unfinished")
-    uploads.push_to_hub(RunFolder(folder), "lora", NAME, True)
+    hub_upload.push_to_hub(RunFolder(folder), "lora", NAME, True)
     assert hub.files == whole
     assert {WEIGHTS, "README.md", "samples.png", f"best/{WEIGHTS}"} < hub.files.keys()
     assert hub.created == {NAME: True}
@@ -81,7 +81,7 @@ def test_last_and_best_arrive_with_their_cards(hub, gallery, copied, said):
 def test_hub_that_fails_costs_one_line(hub, gallery, said):
     response = httpx2.Response(401, request=httpx2.Request("POST", "http://hub"))
     hub.failure, folder = HfHubHTTPError(f"401 of {TOKEN}", response=response), gallery("plain").folder
-    uploads.push_to_hub(RunFolder(folder), "lora", NAME, True)
+    hub_upload.push_to_hub(RunFolder(folder), "lora", NAME, True)
     assert said.messages[-1].endswith(f"; by hand: hf upload {NAME} {folder}/lora/last . --private")
     assert "401" in said.messages[-1]
     assert TOKEN not in said.text
@@ -96,9 +96,9 @@ def test_stopping_does_not_wait_for_the_hub(hub, gallery, monkeypatch, said):
         os.kill(os.getpid(), signal.SIGINT)
         ended.wait(60)
 
-    monkeypatch.setattr(uploads, "_send", hang)
+    monkeypatch.setattr(hub_upload, "_send", hang)
     with stop.listening():
-        uploads.push_to_hub(RunFolder(gallery("shown").folder), "lora", NAME, False)
+        hub_upload.push_to_hub(RunFolder(gallery("shown").folder), "lora", NAME, False)
     ended.set()
     assert "stopped by SIGINT; by hand: hf upload" in said.messages[-1]
 

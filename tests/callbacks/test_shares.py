@@ -1,11 +1,14 @@
 """Processes share sample images and validation, and what comes of it is the same."""
 
 import json
+import re
 import signal
 
 import pytest
+from PIL import Image
 
 from tests.support.commands import lora_bytes, short
+from tests.support.pictures import make_pairs
 from tests.support.several_runs import DDP, start_two
 
 PICTURES = ["model.sampling.num_inference_steps=2", "callbacks.sample_images.count=3", "sample_every=2"]
@@ -54,6 +57,34 @@ def test_images_and_figures_of_two_processes_equal_those_of_one_and_training_is_
         assert alone == shared
     assert lora_bytes(tmp_path / "shared-three", "best") == lora_bytes(tmp_path / "shared-three", "step-000002")
     assert lora_bytes(tmp_path / "seen") == lora_bytes(tmp_path / "unseen")
+
+
+@pytest.mark.slow
+def test_each_note_appears_once_for_two_processes_and_in_each_job_of_a_sweep(run, in_two_processes, tiny, tmp_path):
+    """Both processes read each image and cut the same caption; each alone knows something else."""
+    root = make_pairs(tmp_path / "pairs", [(64, 48)] * 4)
+    for path in (root / "training_images").glob("*.txt"):
+        path.write_text("mirror it, " * 800)
+    for path in (root / "training_images").glob("*.png"):
+        Image.open(path).save(path, icc_profile=b"junk" * 40)
+    probe = "+callbacks.note._target_=tests.support.probes.Note"
+    settings = [*short(tiny, root, tmp_path / "run", 1, data="pairs"), probe]
+    expected = [" tokens are cut to ", "colour profile cannot be used", "note: of every process"]
+
+    status, text = in_two_processes([[*settings, *DDP, "data.batch_size=1"]])
+    assert status == 0, text
+    notes = [line for line in text.splitlines() if line.startswith("note: ")]
+    assert len(notes) == len(set(notes)), text
+    assert all(any(words in note for note in notes) for words in (*expected, "of process 0", "of process 1"))
+    kept = (tmp_path / "run/log.txt").read_text()
+    assert all(kept.count(words) for words in (*expected, "of process 0")), "whichever process has shown it"
+
+    sweep = [*settings, f"output_dir={tmp_path / 'sweep'}", "optimizer.lr=1e-4,1e-3"]
+    _, *jobs = re.split(r"^job \d: ", run("train", "-m", *sweep).text, flags=re.M)
+    notes = [sorted(re.findall("^note: .*", job, re.M)) for job in jobs]
+    assert all(any(words in note for note in notes[0]) for words in expected)
+    assert notes[0] == notes[1]
+    assert len(notes[0]) == len(set(notes[0]))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -32,6 +33,20 @@ def test_first_signal_waits_for_the_current_piece_of_work_and_the_second_does_no
     assert signal.getsignal(signal.SIGTERM) is before
     with stop.listening(), pytest.raises(Stopped, match="stopped by SIGINT"):
         tell(signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", ["signal", "busy", "request"])
+def test_nothing_of_one_command_stops_the_next(how):
+    stop = Stop()
+    with suppress(Stopped), stop.listening():
+        stop.busy_with = "this batch" if how == "busy" else None
+        if how == "request":
+            stop.signal, stop.file, stop.requests = signal.SIGINT, "requests/stop", {"sample"}
+        else:
+            tell(signal.SIGTERM)
+        stop.check()
+    stop.check()
+    assert (stop.signal, stop.busy_with, stop.file, stop.requests) == (None, None, "", set())
 
 
 def test_prediction_stops_after_the_current_image(run, tmp_path, monkeypatch):

@@ -102,6 +102,25 @@ def test_folder_that_cannot_be_made_is_one_line(run, monkeypatch, output_dir, wo
     assert words in run("train", *where, "model=flux_kontext", ok=False).error
 
 
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        ("train", "s3://me:secret@own/of/snow"),
+        ("train", "file:///tmp/run"),
+        ("predict", "gs://own/x"),
+        ("train", "az://own/x -m"),
+        ("train", "hf://buckets/owner/name"),
+    ],
+)
+def test_output_in_a_bucket_is_refused_with_the_way_to_copy_it(run, monkeypatch, tmp_path, command, place):
+    monkeypatch.chdir(tmp_path)
+    given = PICTURES if command == "predict" else ["model=flux_kontext", "data.root=x"]
+    error = run(command, *given, *f"output_dir={place}".split(), ok=False).error
+    assert "is no folder of this machine. Choose one, and copy it: rclone sync FOLDER REMOTE:PATH" in error
+    assert "secret" not in error
+    assert not list(tmp_path.iterdir())
+
+
 def test_processes_started_by_another_launcher_need_an_output_dir(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RETOUCH_OUTPUT_DIR", raising=False)

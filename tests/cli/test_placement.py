@@ -10,6 +10,9 @@ from tests.support.commands import compose
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 SRUN = {"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}
+SBATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "edit", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+SBATCH |= {"SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SALLOC = {**SBATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}  # its shell is a step of one task
 FOUR_BY_TWO = ["trainer.devices=4", "trainer.num_nodes=2"]
 
 
@@ -31,6 +34,7 @@ def joined(monkeypatch):
         (TORCHRUN, [], (8, 2)),
         (SRUN, [], (4, 2)),
         (SRUN, FOUR_BY_TWO, (4, 2)),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, [], (2, 1)),
         ({}, [], (1, 1)),
     ],
 )
@@ -42,6 +46,7 @@ def test_devices_and_nodes_are_those_that_were_started(joined, environment, over
     ("environment", "overrides", "message"),
     [
         (TORCHRUN, FOUR_BY_TWO, r"torchrun has started 8 processes on each of 2 nodes; leave both settings"),
+        (SALLOC, [], r"has 4 tasks, and one command was started: srun python train\.py"),
         ({"SLURM_NTASKS": "8"}, [], r"has 8 tasks, and one command was started: srun python train\.py"),
     ],
 )
@@ -135,3 +140,20 @@ def test_a_large_model_stops_before_it_downloads(run, pairs, tmp_path):
     assert "huggingface.co" not in outcome.text
     request = ["model=flux_kontext", "prompt=x", "image=x.png", f"output_dir={tmp_path / 'out'}"]
     assert "needs a GPU" in run("predict", *request, ok=False).error
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        (SBATCH, "predict prompt=a width=32 height=32 num_inference_steps=1"),
+        (SALLOC, "predict prompt=a width=32 height=32 num_inference_steps=1"),
+        ({"SLURM_NTASKS": "4"}, "predict task=preview data.root={pairs}"),
+        (SBATCH, "train task=dry_run data.root={pairs}"),
+    ],
+)
+def test_commands_without_srun_run_alone_in_an_allocation(run, monkeypatch, tmp_path, pairs, environment, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RETOUCH_OUTPUT_DIR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run(*command.format(pairs=pairs).split())

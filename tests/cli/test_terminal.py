@@ -7,7 +7,8 @@ import pytest
 
 from cli.terminal import configure_logging, kept_log, log
 from foundation.errors import UserError
-from runs.run_folder import RunFolder
+from foundation.notes import note_once
+from runs.run_folder import RunFolder, best_effort
 from runs.signals import Stopped
 
 
@@ -71,3 +72,20 @@ def test_log_is_written_through_no_link(run, tmp_path):
     with pytest.raises(UserError, match="is a link or a pipe"), kept_log(run):
         log.info("x")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_each_note_appears_once_a_run_whatever_repeats_it(terminal, monkeypatch):
+    for rank, jobs in (("0", 2), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        for job in "ab":
+            configure_logging(job)
+            for _ in range(3):
+                note_once("the caption is cut")
+                log.warning("note: attempt 2")
+                with best_effort("report"):
+                    raise OSError("full")
+                log.warning("step 3 is skipped")
+        text = terminal.readouterr().err
+        for line in ("the caption is cut", "attempt 2", "no report: full"):
+            assert text.count(f"note: {line}\n") == jobs, "not connected: the first process speaks for all"
+        assert text.count("step 3") == 6

@@ -104,7 +104,6 @@ def run_here(script: str, *overrides: str) -> Outcome:
         # Hydra would compose all settings a second time to find the mode, which no YAML sets.
         mode = mock.patch.object(Hydra, "get_mode", return_value=None)
         frozen = mock.patch.object(gc, "get_freeze_count", return_value=1)  # a million objects, counted by each command
-        from runs.signals import stop
         from tests.support.composition import known_files
 
         with environment, arguments, mode, frozen, known_files(), captured(output.name):
@@ -115,7 +114,6 @@ def run_here(script: str, *overrides: str) -> Outcome:
             finally:
                 if torch.distributed.is_initialized():  # by a refused run; a later sweep would end at its first error
                     torch.distributed.destroy_process_group()
-                stop.signal = None  # else a task that a later test calls would stop as well
         COUNTS["refused" if status else "completed"] += 1
         return Outcome(status, output.read())
 

@@ -8,10 +8,9 @@ from tests.support.tiny_adapters import gradients as of_transformer
 
 # Every part of the objective.
 EVERYTHING = [
-    "objective/loss=pseudo_huber",
+    "objective/loss=huber",
     "objective.mask.outside=0.3",
     "objective.edit_weight.floor=0.2",
-    "objective.weighting=cosine",
     "objective.contrastive_guidance=2.5",
     "objective.preserve.outside=0.7",
     'objective.preserve.prompts=["", "keep it"]',

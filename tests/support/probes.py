@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from callbacks import find_callback, lifecycle
 from foundation.errors import UserError
+from foundation.notes import note_once
 
 
 class CountBatches(L.Callback):
@@ -29,6 +30,14 @@ class CountBatches(L.Callback):
             with self.file.open("a") as file:
                 print(f"{trainer.global_step}:{self.batches}", file=file)
             self.batches = 0
+
+
+class Note(L.Callback):
+    """Logs notes: one in every process, and one of its own."""
+
+    def on_train_start(self, trainer, pl_module):
+        note_once("of every process")
+        note_once(f"of process {trainer.global_rank}")
 
 
 class Vandal(L.Callback):

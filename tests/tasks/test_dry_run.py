@@ -9,10 +9,10 @@ from hydra.utils import instantiate
 
 from datamodules.shards.cache import Cache
 from foundation import catalogue
+from foundation.notes import notes
 from lightning_modules import flow
 from lightning_modules.estimation.memory import PeakMemory, bytes_per_parameter
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
-from lightning_modules.pretrained.checks import note_once
 from tasks import dry_run as dry_run_module
 from tasks.dry_run import base_on_disk, measure
 from tasks.models import without_network
@@ -120,7 +120,7 @@ def test_own_images_with_the_embedded_model_get_one_note(caplog, pairs):
     for more, expected in (([], 0), ([f"data.root={pairs}"], 1), (["data.root=null", "data.shards=x"], 0)):
         cfg = compose("train", *more)
         caplog.clear()
-        note_once.cache_clear()
+        notes.begin_run(True, "")
         without_network(cfg.model).execution.check_data(instantiate(cfg.data))
         assert sum(note in message for message in caplog.messages) == expected
 

@@ -3,10 +3,12 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,9 @@ def studio(folder: Path, *settings: str, **environment: str) -> Iterator[tuple[s
     command = [sys.executable, ROOT / "studio.py", "port=0", *(settings or ["open=false"])]
     environment = {**os.environ, "TMPDIR": str(folder), **environment}
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env=environment)
+        unignored = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+        streams = {"stdout": file, "stderr": file}
+        process = subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=unignored, **streams)
     try:
         wait_until(lambda: re.search(r"http://\S+\s", log.read_text()), process, 120)
         yield process, re.search(r"http://\S+", log.read_text())[0]

@@ -8,7 +8,6 @@ import torch
 from datamodules.pairs import collate_pixels
 from lightning_modules.family import Sampling
 from lightning_modules.lora_files.writing import write
-from lightning_modules.pretrained.checks import note_once
 from tests.support.combinations import first
 from tests.support.flux3_reference import FLUX3_REFERENCE
 from tests.support.krea2_reference import KREA2_REFERENCES
@@ -126,7 +125,6 @@ def test_prompt_embeddings_are_the_pipelines(built, name, sizes, tmp_path):
     "name", first(3, ["flux_kontext", "z_image", "longcat_image_edit", "qwen_image", "flux2_klein_4b", "flux2_dev"])
 )
 def test_prompt_that_is_cut_is_noted_once(built, name, tmp_path, caplog, monkeypatch):
-    note_once.cache_clear()
     reference, module, _ = built(name)
     monkeypatch.setattr(logging.getLogger("retouch"), "handlers", [caplog.handler])
     monkeypatch.setattr(logging.getLogger("retouch"), "propagate", False)

@@ -82,7 +82,7 @@ def test_everything_at_once_is_the_formula_and_so_are_its_gradients(mask):
         unguided = mine(x_t, t, controls, empty)
     error = velocity - (unguided + 2.5 * ((eps - x0) - unguided))
     d = (0.5**t).view(-1, 1, 1, 1)  # the YAML's delta
-    error = (2 * d * ((error**2 + d**2).sqrt() - d)).mean(1, keepdim=True)
+    error = torch.where(error.abs() <= d, error**2, d * (2 * error.abs() - d)).mean(1, keepdim=True)
     change = (normalize(batch.target_mean) - controls[0]).square().mean(1, keepdim=True)
     ones = F.avg_pool2d(torch.ones_like(change), 3, 1, 1)
     change = (F.avg_pool2d(change, 3, 1, 1) / ones).sqrt()
@@ -94,7 +94,6 @@ def test_everything_at_once_is_the_formula_and_so_are_its_gradients(mask):
     loss = (weight * error).sum((1, 2, 3)) / weight.sum((1, 2, 3))
     moved = (velocity - mine.base(x_t, t, controls, batch.prompt)).square().mean(1, keepdim=True)
     loss = loss + 0.7 * (moved * (1 - region)).mean((1, 2, 3))
-    loss = loss * 2 / (torch.pi * (1 - 2 * t + 2 * t**2))
     kept = (1 - t.view(-1, 1, 1, 1)) * controls[0] + t.view(-1, 1, 1, 1) * eps
     asked = kept, t, controls, batch.preserve_prompt
     loss = loss + 0.4 * (mine(*asked) - mine.base(*asked)).square().mean((1, 2, 3))
@@ -120,17 +119,10 @@ def test_prompts_are_preserved_every_n_steps():
     assert values[0] == values[3] > values[1] == values[2]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("objective.preserve.prompts=sky", 'objective.preserve.prompts=sky: pass a list, as ["sky"]'),
-        ("objective.weighting=cosmap", "objective.weighting=cosmap: choose null or cosine"),
-    ],
-)
-def test_wrong_settings_are_refused_in_a_line(override, message):
+def test_a_prompt_without_a_list_is_refused_in_a_line():
     with pytest.raises(Exception, match="objective") as raised:
-        objective(override)
-    assert message in str(raised.value.__cause__ or raised.value)
+        objective("objective.preserve.prompts=sky")
+    assert 'objective.preserve.prompts=sky: pass a list, as ["sky"]' in str(raised.value.__cause__ or raised.value)
 
 
 def test_settings_without_effect_or_spoilt_by_dropout_are_refused():
