@@ -17,7 +17,7 @@ from foundation.settings import CONF, declared, flat_settings
 # Lightning's names of the one trainer.precision for each model.dtype.
 PRECISIONS = {"float32": ("32-true", "32", 32, None), "bfloat16": ("bf16-mixed", "bf16")}
 # Ratio to the usual learning rate from which one is noted: sweeps cover an order of magnitude or two.
-FAR = 100
+UNUSUAL = 100
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
 # Settings of conf/data/pairs.yaml that do not change the encodings in data.shards, or have a check of their own.
 KEPT_BY_SHARDS = {
@@ -70,7 +70,7 @@ def note_learning_rate(cfg: DictConfig) -> None:
     if not usual or not lr:
         return
     expected = OmegaConf.merge(cfg, {"optimizer": {"lr": usual}}).optimizer.lr
-    if max(ratio := lr / expected, 1 / ratio) >= FAR:
+    if max(ratio := lr / expected, 1 / ratio) >= UNUSUAL:
         what = "weights hardly change" if ratio < 1 else "training diverges"
         how = f"{max(ratio, 1 / ratio):.0f} times {'below' if ratio < 1 else 'above'} {expected:g}"
         log.warning(f"note: optimizer.lr={lr:g} is {how}, the usual rate of {cfg.optimizer._target_}: {what}")

@@ -16,7 +16,7 @@ from report.quoting import program
 from runs.signals import BEFORE_THE_END, Stopped
 
 # Bytes of weights beyond which a model is not run on a CPU unasked: smaller ones compute a step in seconds.
-LARGE = 3e9
+SLOW_ON_CPU = 3e9
 # The oldest drivers of NVIDIA by the major version of CUDA (its release notes, "minor version compatibility").
 DRIVERS = {"12": 525, "13": 580}
 
@@ -75,12 +75,12 @@ def require_card(cfg: DictConfig) -> None:
 
 
 def _is_large(name: str) -> bool:
-    """Return whether a base takes hours on a CPU: all on the hub, and local files of more than `LARGE` bytes."""
+    """Return whether a base takes hours on a CPU: all on the hub, and local files of more than `SLOW_ON_CPU` bytes."""
     from lightning_modules.pretrained.repository import EMBEDDED
 
     path = Path(name).expanduser()
     files = [path] if path.is_file() else path.rglob("*.safetensors") if path.is_dir() else ()
-    return sum(file.stat().st_size for file in files) > LARGE if path.exists() else name != EMBEDDED
+    return sum(file.stat().st_size for file in files) > SLOW_ON_CPU if path.exists() else name != EMBEDDED
 
 
 def why_no_card() -> str:

@@ -202,7 +202,7 @@ def test_a_disk_without_room_for_the_run_is_refused_before_its_first_step(run, t
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounts a file system")
 def test_a_full_shm_is_one_line_and_ends_the_run(tiny, pairs, tmp_path):
-    """As in Docker, whose default is 64 MB; a worker that cannot hand over its batch used to leave the run waiting."""
+    """Fill it as Docker does with its 64 MB; a worker that cannot hand over its batch used to leave the run waiting."""
     settings = [*short(tiny, pairs, tmp_path / "run", 2, "pairs"), "data.num_workers=2", "data.batch_size=4"]
     mounted = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} {ROOT}/train.py {' '.join(settings)}"
     done = subprocess.run(["unshare", "-m", "sh", "-c", mounted], capture_output=True, text=True, timeout=120)

@@ -162,7 +162,7 @@ def test_prompts_without_images_are_sampled_by_text_to_image_models(run, argumen
     ],
 )
 def test_the_placeholder_in_prompts_is_the_trigger_word(tmp_path, caplog, prompt, word, expected):
-    """It stays, with a note, if nothing names the word."""
+    """Keep it, with a note, if nothing names the word."""
     photograph("coffee", 32, 32).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text(prompt)
     (tmp_path / "prompts.txt").write_text(prompt)
