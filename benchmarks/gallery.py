@@ -1,8 +1,8 @@
 """Train five edits of photographs on a card of 24 GB, and write docs/gallery.md with what came out.
 
-    python -m benchmarks.gallery                                   # all, on photographs of NASA that it downloads
-    python -m benchmarks.gallery --edits grey jpeg --photos FOLDER
-    python -m benchmarks.gallery --edits grey trainer.max_steps=100     # any settings of train.py
+    python benchmarks/gallery.py                                   # all, on photographs of NASA that it downloads
+    python benchmarks/gallery.py --edits grey jpeg --photos FOLDER
+    python benchmarks/gallery.py --edits grey trainer.max_steps=100     # any settings of train.py
 
 An edit is a recipe of data.control, which makes the condition image of each photograph. The last photographs are held
 out: predict.py edits their condition images, without and with the LoRA. A stopped command resumes when it is started
@@ -25,6 +25,8 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image, ImageOps
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the packages next to this folder, installed or not
 
 import cli.resolvers  # noqa: F401 (of the interpolations in a run's settings)
 from benchmarks.labels import stacked

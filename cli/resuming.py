@@ -140,7 +140,7 @@ def start_again(run: RunFolder) -> None:
     with reading(run.config, "choose another output_dir"):
         if "_target_: lightning_modules." not in run.config.read_text(encoding="utf-8"):
             raise UserError(f"{run.config} is not a run's: choose another output_dir, or remove the file")
-    log.info(f"note: the run in {run} ended before it saved anything: it is started again")
+    log.info(f"note: the run in {run} ended before its first checkpoint: it is started again")
     run.remove_leftovers()
 
 

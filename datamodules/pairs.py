@@ -245,6 +245,10 @@ class PairsDataModule(DataModule):
         first = [[View(one[0].sample, one[0].windows)] for one in views]
         noun = Split(first).noun
         roots = [self.sample_set.root(sample) for sample in samples]
+        if masks := sum(sample.mask is not None for sample in samples):
+            self.notes.append(
+                f"{masks} of {count_of(len(samples), noun)} have a mask: only its white parts are learned"
+            )
         if white := [str(one.sample.mask) for one in usable if one.white_mask]:
             self.notes.append(f"{count_of(len(white), 'masks are white all over, without effect')}: {listing(white)}")
         seen = [view for [view] in first]

@@ -44,6 +44,11 @@ class CatalogueModel(NamedTuple):
     download: int = 0
     loads: str = ""
 
+    @property
+    def plain_licence(self) -> str:
+        """Its licence without Markdown: NAME (URL)."""
+        return re.sub(r"\[(.+?)\]\((.+?)\)(, gated)?", r"\1 (\2)", self.licence)
+
 
 @cache
 def catalogue() -> dict[str, CatalogueModel]:

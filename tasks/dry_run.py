@@ -28,6 +28,7 @@ from datamodules.cached import CachedDataModule
 from datamodules.images.resizing import Size, bucket_notes
 from datamodules.pairs import PairsDataModule
 from datamodules.sampler import SizeBatchSampler
+from foundation.catalogue import catalogue
 from foundation.errors import UserError, count_of
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.blocks import streamed_blocks
@@ -49,6 +50,9 @@ from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantizat
 from runs.run_folder import RunFolder
 from tasks.fit import check_samples, run_settings
 from tasks.models import without_network
+
+# FLOP/s of bf16 products: NVIDIA's figure, and the one measured in docs/speed.md.
+CARDS = {"RTX 4090": 165e12, "H100": 800e12}
 
 
 @dataclass
@@ -114,6 +118,8 @@ def dry_run(cfg: DictConfig, output_dir: Path) -> None:
         shown["disk"] += f"; {name} {decimal(size)}"
     free = disk_usage(next(one for one in output_dir.absolute().parents if one.is_dir())).free
     shown["disk"] += f"{base_on_disk(module.base, plan.encoders)}; {decimal(free)} free"
+    if (known := catalogue().get(cfg.model_name)) and known.base == module.base.name:
+        shown["licence"] = f"{known.plain_licence}{f'; download about {known.download} GB' if known.download else ''}"
     Console(stderr=True).print(panel("Retouch, dry run", shown, data.notes))
 
 
@@ -176,7 +182,8 @@ def _time(flops: float, steps: int, samples: float) -> str:
     """Return the work of steps of so many samples, and on this machine's GPU its estimated time."""
     work = steps * samples * flops
     amount = f"{work / 1e15:,.0f}" if work > 1e16 else f"{work / 1e15:.2g}"
-    known = f"{amount} PFLOP; docs/speed.md lists measured times"
+    usual = " or ".join(f"{duration(work, peak)} on an {card}" for card, peak in CARDS.items())
+    known = f"about {usual}; {amount} PFLOP, docs/speed.md lists measured times"
     if torch.cuda.is_available():
         known = f"about {duration(work, matrix_peak(torch.device('cuda')))} on this {torch.cuda.get_device_name(0)}"
     return f"{steps:,} steps of {samples:.3g} sample{'' if samples == 1 else 's'}: {known}"

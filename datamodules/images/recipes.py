@@ -6,6 +6,7 @@ Strengths are drawn uniformly from a range. All randomness comes from the genera
 import difflib
 import io
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,28 @@ CAPTION_PLACE = "[caption]"
 PAPER, GRAY, AIR = (236, 220, 180), (128, 128, 128), 225.0
 # Sides by which marks are scaled, and the factor at which they are drawn, for smooth edges.
 UNIT, SMOOTH = 512, 2
+# What other programs call a recipe, or the repair that it teaches.
+OTHER_NAMES = {
+    name: recipe
+    for recipe, names in {
+        "blur": "deblur unblur defocus",
+        "noise": "denoise grain gaussian",
+        "jpeg": "jpg compression artifacts dejpeg",
+        "downscale": "upscale super_resolution superres sr resize lowres pixelate",
+        "grey": "gray greyscale grayscale bw black_and_white colorize colourize colorise colourise colorization",
+        "fade": "restore old_photo sepia vintage",
+        "dust": "scratches scratch",
+        "rain_haze": "rain haze fog derain dehaze defog",
+        "hole": "inpaint inpainting mask fill outfill object_removal",
+        "border": "outpaint outpainting uncrop extend crop",
+        "text": "watermark",
+        "edges": "canny edge",
+        "lines": "lineart line_art sketch scribble hed softedge line",
+        "depth": "midas zoe depth_anything",
+        "pose": "openpose dwpose skeleton",
+    }.items()
+    for name in names.split()
+}
 WORDS = ("SAMPLE", "PREVIEW", "DRAFT", "PROOF", "COPYRIGHT", "DO NOT COPY", "Summer holidays", "12/08/1998 14:05")
 
 
@@ -107,11 +130,15 @@ def hole_mask(size: tuple[int, int], share: float, random: np.random.Generator) 
     pen, kind = ImageDraw.Draw(mask), random.integers(3)
     if kind == 2:
         brush, point = max(2, round(0.1 * min(size))), random.uniform(0, 1, 2) * size
-        while np.asarray(mask).mean() < 255 * share:
+        while mask.histogram()[255] < share * width * height:
             end = np.clip(point + random.normal(0, 0.25, 2) * size, 0, size)
-            pen.line((*point, *end), 255, brush)
-            pen.circle(end.tolist(), brush / 2, 255)
-            point = end
+            # A quarter of the brush at a time, so that the last stroke ends at the share.
+            for dab in np.linspace(point, end, 2 + int(4 * np.abs(end - point).max() / brush))[1:]:
+                pen.line((*point, *dab), 255, brush)
+                pen.circle(dab.tolist(), brush / 2, 255)
+                point = dab
+                if mask.histogram()[255] >= share * width * height:
+                    break
         return mask
     is_ellipse = kind == 1 and share < np.pi / 4
     area, ratio = share * (4 / np.pi if is_ellipse else 1), np.exp(random.uniform(-0.7, 0.7))
@@ -326,7 +353,8 @@ def as_chain(place: str, recipe: Any, shuffle: bool, variants: int, prompts: Any
 
 def _as_step(place: str, name: Any, value: Any) -> Step:
     if not isinstance(name, str) or name not in RECIPES:
-        near = difflib.get_close_matches(str(name), RECIPES, 1)
+        plain = re.sub(r"\W+", "_", str(name).lower())
+        near = [OTHER_NAMES[plain]] if plain in OTHER_NAMES else difflib.get_close_matches(plain, RECIPES, 1)
         hint = f"Did you mean {near[0]}?" if near else f"Choose {', '.join(RECIPES)}."
         raise UserError(f"{place}={name}: there is no such recipe. {hint}")
     recipe = RECIPES[name]

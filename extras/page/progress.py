@@ -45,9 +45,10 @@ def memory(pid: int) -> list[tuple[str, str]]:
     """Return names and values of the memory in use: of this process, the machine and its cards."""
     machine = psutil.virtual_memory()
     parts = [("the machine", machine.total - machine.available, machine.total), *cards()]
-    rows = [(f"GB of memory, {name}", f"{used / 1e9:.1f} of {total / 1e9:.0f}") for name, used, total in parts]
+    # In the units by which memory is sold: a card of 24 GB has 24 times 2**30 bytes.
+    rows = [(f"GB of memory, {name}", f"{used / 2**30:.1f} of {total / 2**30:.0f}") for name, used, total in parts]
     with suppress(psutil.Error):  # it has just ended
-        rows.insert(0, ("GB of memory, this run", f"{psutil.Process(pid).memory_info().rss / 1e9:.2f}"))
+        rows.insert(0, ("GB of memory, this run", f"{psutil.Process(pid).memory_info().rss / 2**30:.2f}"))
     return rows
 
 

@@ -21,6 +21,7 @@ from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.names import LayerNames
 from lightning_modules.lora_files.reading import WEIGHTS_NAME, LoRAFile, find_or_download
 from lightning_modules.pretrained.frozen_base import FrozenBase
+from lightning_modules.pretrained.repository import EMBEDDED
 
 
 class DeltaAdapter(Adapter):
@@ -161,6 +162,7 @@ class DeltaAdapter(Adapter):
     def check_written(self, folder: Path, base: FrozenBase) -> str:
         pipeline_name = base.family_class.pipeline_name
         found = readers(folder / WEIGHTS_NAME, "diffusers", base.layer_names, pipeline_name, base.source.meta)
+        found = [one for one in found if one.program != "ComfyUI" or base.name != EMBEDDED]  # which ComfyUI lacks
         ways = {one.program: one.verdict.partition(": ")[2] for one in found if one.reads}
         read_by = " and ".join(f"{name} ({way})" if "adapter" in way else name for name, way in ways.items())
         others = [f"{one.program} {one.verdict}" for one in found if not one.reads]

@@ -135,14 +135,13 @@ def modelspec(model: str, base: str, resolution: int | None, **facts: str | None
     SwarmUI finds the model by the architecture (T2IModelClassSorter.cs), Forge FLUX.1 (sd_forge_lora/network.py).
     """
     known = catalogue().get(model)
-    licence = known.licence if known and known.base == base else ""
     entries = {
         "sai_model_spec": "1.0.1",
         "architecture": f"{known.architecture if known else model}/lora",
         "implementation": "diffusers",
         "resolution": f"{resolution}x{resolution}" if resolution else None,
         "usage_hint": f"Trained on {base}.",
-        "license": re.sub(r"\[(.+?)\]\((.+?)\)(, gated)?", r"\1 (\2)", licence),
+        "license": known.plain_licence if known and known.base == base else None,
     }
     return {name: value for name, value in (entries | facts).items() if value}
 
