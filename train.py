@@ -7,7 +7,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from cli.arguments import hydras_errors, read_arguments
+from cli.arguments import hydras_errors, read_arguments, take_addresses
 from cli.check_keys import check_keys, chosen_task, import_task
 from cli.check_values import check_ranges, check_run, check_shards
 from cli.folders import output_in_use
@@ -70,7 +70,7 @@ def job(cfg: DictConfig) -> float | None:
 def main() -> None:
     """Run the command line."""
     with command_line(trains=True), hydras_errors("train"):
-        sys.argv[1:] = read_arguments(sys.argv[1:], "train")
+        sys.argv[1:] = read_arguments(take_addresses(sys.argv[1:]), "train")
         _run()
 
 

@@ -22,7 +22,7 @@ from foundation import stores
 from foundation.errors import UserError, listing
 from foundation.internals import get_args_parser, raise_hydras_errors
 from foundation.settings import CONF, Declared, declared, text_kind
-from report.quoting import PROMPTS, QUOTES, SECRET, is_parsed, literal, override, program, prompt_items
+from report.quoting import PROMPTS, QUOTES, has_secret, is_parsed, key_of, literal, override, program, prompt_items
 from runs.config_file import calls_another_function, is_own
 from runs.run_folder import RunFolder
 
@@ -39,15 +39,11 @@ NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
 def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
     """Return the arguments for Hydra: first the settings, then its options; raise a UserError about wrong ones."""
-    # Before anything shows or stores the arguments, as sweeps do: addresses are secrets.
-    addresses = [one for one in arguments if script == "train" and one.lstrip("+").startswith("notify=")]
-    if addresses:
-        os.environ[NOTIFY] = re.sub(r"^\[(.*)\]$|^null$", r"\1", addresses[-1].partition("=")[2])
     trust = [one for one in arguments if one.startswith(TRUST)]
     if not {*trust} <= {f"{TRUST}true", f"{TRUST}false"}:
         raise UserError(f"{trust[0]}: must be true or false")
     trusted = trust[-1:] == [f"{TRUST}true"] or started_by_lightning()  # by a command that has checked it
-    options, settings = _split([one for one in arguments if one not in (*addresses, *trust)], script, trusted)
+    options, settings = _split([one for one in arguments if one not in trust], script, trusted)
     known = declared(script)
     # Lightning passes on the arguments of the first process, which has quoted them.
     settings = settings if started_by_lightning() else quote_values(settings)
@@ -56,6 +52,17 @@ def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
         log.info("starting: importing PyTorch takes a few seconds")
     arguments = [*settings, *options]
     return with_run_settings(arguments, trusted) if script == "train" else arguments
+
+
+def take_addresses(arguments: Sequence[str]) -> list[str]:
+    """Move the addresses of notify= to this process's environment, and return the other arguments.
+
+    Addresses are secrets: this comes before anything shows or stores the arguments, as sweeps do.
+    """
+    addresses = [one for one in arguments if key_of(one) == "notify"]
+    if addresses:
+        os.environ[NOTIFY] = re.sub(r"^\[(.*)\]$|^null$", r"\1", addresses[-1].partition("=")[2])
+    return [one for one in arguments if one not in addresses]
 
 
 def read_values(settings: Sequence[str], script: str) -> list[str]:
@@ -70,9 +77,9 @@ def read_values(settings: Sequence[str], script: str) -> list[str]:
 
     for one in settings:
         key = one.partition("=")[0]
-        start = re.split("[./]", key.lstrip("+~"))[0]
-        private = start in ("hydra", TRUST[:-1], *OF_A_START) or SECRET.search(key)
-        elsewhere = start == "logger" and "." in key and not declared(script).knows(key.lstrip("+~"))  # to a server
+        start = re.split("[./]", key_of(one))[0]
+        private = start in ("hydra", TRUST[:-1], *OF_A_START) or has_secret(key)
+        elsewhere = start == "logger" and "." in key and not declared(script).knows(key_of(one))  # to a server
         if private or elsewhere or not (VALUE_KEY.fullmatch(key) and one.isprintable()):
             refuse(one)
     arguments = read_arguments([*settings, "--cfg", "job"], script)[:-2]  # as if only shown: without a line in the log
@@ -80,7 +87,7 @@ def read_values(settings: Sequence[str], script: str) -> list[str]:
         key, value = given.key_or_group, given.value()
         if (choices := declared(script).groups.get(key)) is not None and not given.is_delete():
             check_choice(key, value, choices)
-        if (place := _function_in(value, key)) is not None:
+        if (place := _function_in(value, key.replace("/", "."))) is not None:
             refuse(place)
     return arguments
 
@@ -124,7 +131,7 @@ def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
     Raises:
         UserError: another machine wrote these settings, and they are not `trusted`.
     """
-    settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
+    settings = {key_of(one): one for one in arguments if not one.startswith("-")}
     own = {"hydra", *declared("train").groups, "data.root", "data.shards", "model.pretrained_model_name_or_path"}
     if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
         return arguments
@@ -157,7 +164,7 @@ def quote_values(arguments: list[str]) -> list[str]:
     quoted = []
     for argument in arguments:
         given, _, value = argument.partition("=")
-        key = given.lstrip("+")
+        key = key_of(given)
         if (kind := text_kind(key)) and not is_parsed(key, value):
             value = os.path.expanduser(value) if kind == "path" else value  # a shell expands ~ only at a word's start
             if kind == "path" and value.startswith("assets/") and not os.path.exists(value):  # an installed example

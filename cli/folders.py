@@ -30,8 +30,9 @@ BEGINS = ContextVar("begins", default=False)
 def run_folder(ckpt_path: str | None) -> str:
     """Return the default output_dir of a run: a new folder, or the newest run with ckpt_path=last."""
     if ckpt_path == "last" and is_first_process() and (newest := newest_run()) is not None:
-        os.environ[INHERITED] = str(newest)
-        return os.environ[INHERITED]
+        if BEGINS.get():
+            os.environ[INHERITED] = str(newest)
+        return str(newest)
     return new_folder("%Y-%m-%d_%H-%M-%S")
 
 

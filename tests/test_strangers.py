@@ -21,7 +21,7 @@ from foundation.errors import UserError
 from lightning_modules.pretrained import single_file
 from lightning_modules.pretrained.repository import component_class, component_config
 from report.images import read_strip
-from report.quoting import literal
+from report.quoting import key_of, literal
 from runs.run_folder import RunFolder
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.harm import payload, typed
@@ -85,13 +85,31 @@ class Touch(Callback):
         "optimizer.lr=1,2",
         "optimizer.lr=glob(*)",
         "notify=json://host",
+        "+notify=json://host",
+        "++notify=json://host",
+        "~notify",
+        "notify@data=json://host",
+        "notify/x=json://host",
+        "++notify.x=json://host",
+        "+logger.wandb.api_key=x",
+        "objective/loss/path=os.system",
         "data.prefix=a\nb",
         "data.prefix=\x1b]0;x\x07",
     ],
 )
 def test_settings_of_a_page_a_queue_or_a_run_are_values(setting):
+    before = dict(os.environ)
     with pytest.raises(UserError, match=r"is not accepted here|there is no such choice|several values are a sweep"):
         read_values([setting], "train")
+    assert dict(os.environ) == before, "checking changes nothing"
+
+
+@pytest.mark.parametrize("start", ["", "+", "++", "~"])
+@pytest.mark.parametrize(
+    ("key", "end"), [("notify", "=json://a=b@c"), ("model/quantization", "@data=fp8"), ("a.b", "=")]
+)
+def test_a_key_is_compared_as_hydra_reads_it(start, key, end):
+    assert key_of(f"{start}{key}{end}") == OverridesParser.create().parse_override(f"{start}{key}=").key_or_group == key
 
 
 @pytest.mark.parametrize(

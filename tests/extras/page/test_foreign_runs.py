@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from PIL import Image
@@ -12,8 +13,11 @@ from starlette.testclient import TestClient
 
 from extras.page.jobs import Jobs
 from extras.page.runs import Shelf
-from foundation.errors import printable
+from extras.page.start import asked_by
+from foundation.errors import UserError, printable
 from foundation.locks import lock_content
+from foundation.settings import flat_settings
+from runs.run_folder import RunFolder
 from tests.extras.page.conftest import BASE, write_run
 from tests.support.harm import BILLION_LAUGHS, payload, typed
 
@@ -217,6 +221,42 @@ def test_forms_name_no_function(client, outputs, tmp_path, address, form):
     assert answer.status_code == 400
     assert "is not accepted here" in answer.text or "there is no such choice" in answer.text
     assert not (outputs / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"notify": "json://host"},
+        {"+notify": "json://host"},
+        {"++notify": ["json://host"]},
+        {"~notify": "json://host"},
+        {"notify@data": "json://host"},
+        {"seed=1\nnotify": "json://host"},
+        {"data": {"prefix": "x\nnotify=json://host"}},
+        {"data": {"prefix": "x\u2028notify=json://host"}},
+        {"logger": {"wandb": [{"api_key": "json://host"}]}},
+        {"seed": {"token": "json://host"}},
+        {"data": {"root": [{"path": "x", "+password": "json://host"}]}},
+        {"data": {"root": "${run_folder:last}"}},
+    ],
+    ids=lambda one: str(one).encode("ascii", "backslashreplace").decode()[:40],
+)
+def test_no_secret_of_a_run_from_elsewhere_travels_by_the_form(client, outputs, tmp_path, monkeypatch, settings):
+    """The page posts the form on load, before anybody has asked for anything."""
+    monkeypatch.chdir(tmp_path)
+    newest = RunFolder(outputs / "first").checkpoint
+    newest.parent.mkdir()
+    newest.touch()
+    before = dict(os.environ)
+    choices = {"hydra": {"runtime": {"choices": {"model": "embedded"}}}}
+    run = write_run(outputs / "bad", 4, "x", **{**choices, **settings})
+    assert "json://" not in client.get("/start?run=bad").text.partition('<section id="queue"')[0]
+    with suppress(UserError):
+        client.post("/start", data=asked_by(run), headers={"hx-request": "true"})
+    lines = [f"{key}={one}" for key, one in flat_settings(settings).items() if isinstance(one, str)]
+    for address in ("/start", "/start/form"):
+        client.post(address, data={"more": "\n".join(lines)}, headers={"hx-request": "true"})
+    assert dict(os.environ) == before
 
 
 def test_a_request_from_elsewhere_reads_nothing_of_its_query(client, outputs):
