@@ -20,10 +20,11 @@ from cli.resuming import OF_A_START, newest_run
 from cli.terminal import log, started_by_lightning
 from foundation import stores
 from foundation.errors import UserError, listing
+from foundation.files import read_bytes
 from foundation.internals import get_args_parser, raise_hydras_errors
 from foundation.settings import CONF, Declared, declared, text_kind
 from report.quoting import PROMPTS, QUOTES, has_secret, is_parsed, key_of, literal, override, program, prompt_items
-from runs.config_file import calls_another_function, is_own
+from runs.config_file import MOST_BYTES, calls_another_function, is_own, private_copy
 from runs.run_folder import RunFolder
 
 NOTIFY = "RETOUCH_NOTIFY"  # the variable with the addresses
@@ -116,13 +117,15 @@ def _function_in(value: Any, key: str) -> str | None:
     return None if value is None or isinstance(value, bool | int | float) else key
 
 
-def require_own(config: Path) -> None:
-    """Raise a UserError if another machine wrote a run's settings, or somebody has changed them."""
-    if not is_own(config):
-        raise UserError(
-            f"{config}: another machine wrote it, or somebody has edited it, and its settings can call any function. "
-            f"Look through it, then add {TRUST}true."
-        )
+def require_own(config: Path) -> bytes:
+    """Return the content of a run's settings; raise a UserError if another machine wrote it, or somebody changed it."""
+    with suppress(OSError, ValueError):
+        if is_own(content := read_bytes(config, MOST_BYTES)):
+            return content
+    raise UserError(
+        f"{config}: another machine wrote it, or somebody has edited it, and its settings can call any function. "
+        f"Look through it, then add {TRUST}true."
+    )
 
 
 def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
@@ -148,11 +151,10 @@ def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
         run = newest_run() if folder is None else RunFolder(stores.working_folder(str(folder), "outputs"))
     if run is None or not run.config.is_file() or not run.checkpoints():
         return arguments
-    if not trusted:
-        require_own(run.config)
+    copy = private_copy(read_bytes(run.config) if trusted else require_own(run.config))
     log.info(f"resuming with the settings of {run.config}")
     place = ["output_dir='${run_folder:${ckpt_path}}'"] if folder is None else []
-    return ["-cp", str(run.path.absolute()), "-cn", "config", *place, *arguments]
+    return ["-cp", str(copy), "-cn", "config", *place, *arguments]
 
 
 def quote_values(arguments: list[str]) -> list[str]:
@@ -197,17 +199,21 @@ def _split(arguments: Sequence[str], script: str, trusted: bool) -> tuple[list[s
     if unknown:
         refuse(f"{unknown[0]}: there is no such option")
     name = f"{(found.config_name or script).removesuffix('.yaml')}.yaml"
+    checked: list[str] = []
+    if not trusted and found.experimental_rerun is not None:
+        what = f"{found.experimental_rerun} is a pickle, which can call any function"
+        raise UserError(f"{what}. If you know its origin, then add {TRUST}true.")
     if not trusted and (found.config_path is not None or Path(name).name != name):
-        require_own(CONF.parent / (found.config_path or CONF) / name)
-    if not trusted and found.experimental_rerun is not None:  # a pickle
-        require_own(Path(found.experimental_rerun))
+        # Hydra composes the copy, and nothing next to the file that was checked: the last option counts.
+        copy = private_copy(require_own(CONF.parent / (found.config_path or CONF) / name))
+        checked = ["-cp", str(copy), "-cn", "config"]
     settings = list(found.overrides)
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):
             key = settings[index - 1].partition("=")[0] if index else ""
             hint = f'Quote the {key}: {key}="...".' if text_kind(key) else f"Write {_meant(word, script)}."
             raise UserError(f"{word}: it is not KEY=VALUE. {hint}")
-    return [argument for argument in arguments if argument not in settings], settings
+    return [*(argument for argument in arguments if argument not in settings), *checked], settings
 
 
 def _meant(word: str, script: str) -> str:
