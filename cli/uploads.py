@@ -17,7 +17,7 @@ from cli.folders import MIRROR
 from cli.terminal import is_first_process, log, started_by_lightning
 from datamodules.shards.transfer import Bucket
 from foundation.errors import UserError, listing, printable, without_credentials
-from foundation.files import DAMAGED, file_sha256, link_or_copy, reason, replacing
+from foundation.files import DAMAGED, file_sha256, link_below, link_or_copy, reason, replacing
 from foundation.locks import one_at_a_time
 from runs.run_folder import RunFolder, best_effort
 from runs.signals import Stopped, stop
@@ -169,7 +169,9 @@ def push_to_hub(run: RunFolder, kind: str, repository: str, private: bool) -> No
         private: whether a repository that is created for the upload is private.
     """
     folders = {place: run.weights(kind, name) for place, name in (("", "last"), ("best", "best"))}
-    folders = {place: folder for place, folder in folders.items() if folder.is_dir()}
+    for linked in dict.fromkeys(filter(None, (link_below(run.path, folder) for folder in folders.values()))):
+        log.warning(f"note: not uploaded to {repository}, since it is a link: {linked}")
+    folders = {place: one for place, one in folders.items() if one.is_dir() and link_below(run.path, one) is None}
     if not folders:
         return
     failures: list[str] = []
@@ -207,10 +209,11 @@ def _send(folders: Mapping[str, Path], repository: str, private: bool) -> str:
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         for place, folder in folders.items():
-            links = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink()]
+            links = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if link_below(folder, path)]
             if links:
                 log.warning(f"note: not uploaded, since they are links: {listing(links)}")
-            hidden = [".*", "**/.*", *map(glob.escape, links)]  # temporary files next to the weights
+            inside = [f"{glob.escape(one)}{end}" for one in links for end in ("", "/*")]
+            hidden = [".*", "**/.*", *inside]  # temporary files next to the weights
             api.upload_folder(repo_id=repository, folder_path=folder, path_in_repo=place, ignore_patterns=hidden)
     except Exception as error:  # of the network's libraries, or of files: none of them may end the run
         cause = error.__cause__ if isinstance(error, RuntimeError) else None

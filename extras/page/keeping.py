@@ -12,10 +12,11 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
 from extras.page.answers import entry, page, post
-from extras.page.jobs import Jobs, run_below, user_of
+from extras.page.jobs import Jobs, require_no_link, run_below
 from extras.page.runs import Shelf, resolved, state_of, tail
 from foundation.errors import UserError, count_of, printable
 from foundation.files import replacing
+from foundation.locks import LOCK
 from runs.run_folder import RunFolder
 
 # Letters of a note, and ends of the names under which files of a LoRA are saved.
@@ -43,6 +44,7 @@ class KeepPage:
     def note(self, request: Request, form: FormData) -> Response:
         """Save the note of a run, or begin it with a star or without."""
         run = self.shelf.get(str(form.get("run")))
+        require_no_link(self.shelf.outputs, run.note)
         text = str(form.get("note", tail(run.note)))[:LONGEST_NOTE]
         if "star" in form:
             text = str(form["star"]) + text.lstrip("★ ")
@@ -75,12 +77,12 @@ class KeepPage:
         return HTMLResponse("", headers={"hx-redirect": "/runs"})
 
     def _unused(self, form: FormData) -> RunFolder:
-        """Return the run of a form; raise a UserError if a command uses it, or if it is below a link."""
+        """Return the run of a form; raise a UserError if a command uses a folder of it, or if it is below a link."""
         run = self.shelf.get(str(form.get("run")))
-        if state_of(run) == "running" or user_of(run.path / "export"):
-            raise UserError(f"{run} is in use by a command. Wait until it ends.")
-        if run.path.parent != self.shelf.outputs and run.path.parent.is_symlink():
-            raise UserError(f"{run.path.parent} is a link. Change its runs where they are.")
+        require_no_link(self.shelf.outputs, run.path.parent)
+        for folder in (lock.parent for lock in run.path.rglob(LOCK)):
+            if state_of(RunFolder(folder)) == "running":
+                raise UserError(f"{folder} is in use by a command. Wait until it ends.")
         return run
 
     def export(self, request: Request, form: FormData) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extras.page.jobs import Jobs, user_of
+from extras.page.jobs import Jobs, require_no_link, user_of
 from foundation.errors import UserError
 from foundation.files import read_bytes
 from foundation.locks import LOCK
@@ -32,6 +32,7 @@ class Plans:
         key = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
         run = RunFolder(self.folder / key)
         if user_of(run.path) is None and (again or "╰" not in _printed(run)):
+            require_no_link(self.jobs.outputs, run.log)
             run.log.unlink(missing_ok=True)
             self.jobs.start([*arguments, f"output_dir={run}", "task=dry_run"], run)
         return key

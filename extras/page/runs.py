@@ -27,7 +27,7 @@ from starlette.routing import Route
 from cli.arguments import require_own
 from cli.resuming import OF_A_START
 from extras.page.answers import page, post
-from extras.page.jobs import Jobs, user_of
+from extras.page.jobs import Jobs, require_no_link, user_of
 from extras.page.progress import advice, memory, monitored, time_left
 from foundation.errors import UserError, listing, printable
 from foundation.files import read_bytes, reading, reason, require_file
@@ -367,6 +367,7 @@ class RunsPage:
             raise HTTPException(404, f"a run is asked for {listing(list(REQUESTS))}, not {what}")
         if state_of(run) != "running":
             raise UserError(f"{run} does not run")
+        require_no_link(self.shelf.outputs, run.requests / what)
         owner = user_of(run.path)
         if what == "stop" and not run.requests.is_dir() and owner is not None and owner.is_here:
             os.kill(owner.pid, signal.SIGTERM)  # Windows ends it at once

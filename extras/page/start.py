@@ -1,6 +1,7 @@
 """The tab Start: a form made from conf/, its command and dry run next to it, and the queue."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -234,7 +235,7 @@ class StartPage:
         asked = run_below(self.outputs, name if {*name} & {*"/\\"} else f"{self.outputs}/{name}")
         ends = ("", *(f"-{index}" for index in range(2, 10_000)))
         runs = (RunFolder(f"{asked}{end}") for end in ends)
-        run = next(one for one in runs if not one.path.exists() and str(one) not in waiting)
+        run = next(one for one in runs if not os.path.lexists(one.path) and str(one) not in waiting)
         settings, cfg = self._complete(form)
         arguments = [*settings, f"output_dir={run}"]
         if form.get("when") == "now":

@@ -219,6 +219,18 @@ def test_a_run_is_renamed_within_its_folder_unless_it_is_in_use(client, outputs)
     assert run.config.is_file()
 
 
+@pytest.mark.parametrize("inner", ["inner", "a/b/c/inner", ".hidden", "export", "a/export", "samples/step-000004"])
+def test_a_run_around_a_running_one_is_neither_renamed_nor_deleted(client, outputs, inner):
+    run = write_run(outputs / "first" / inner / "run", 4, "x")
+    run_elsewhere(run)
+    for address, form in (("/rename", {"name": "snow"}), ("/delete", {}), ("/delete", {"sure": "yes"})):
+        status, text = say(client, address, run="first", **form)
+        assert (status, f"{run} is in use" in text) == (400, True)
+    assert run.config.is_file()
+    (run.path / ".lock").unlink()
+    assert say(client, "/delete", run="first", sure="yes") == (200, "/runs")
+
+
 def test_delete_asks_first_and_follows_no_link(client, outputs, tmp_path):
     elsewhere = write_run(tmp_path / "elsewhere/0", 4, "x")
     (outputs / "linked").symlink_to(elsewhere.path)
