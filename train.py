@@ -10,11 +10,11 @@ from omegaconf import DictConfig
 from cli.arguments import hydras_errors, read_arguments, take_addresses
 from cli.check_keys import check_keys, chosen_task, import_task
 from cli.check_values import check_ranges, check_run, check_shards
-from cli.folders import output_in_use
+from cli.folders import job_folder, output_in_use
 from cli.placement import queued_again
 from cli.resolvers import CONF
 from cli.terminal import command_line, configure_logging, end_workers, is_first_process, kept_log, one_line_errors
-from runs.run_folder import RunFolder, shorten
+from runs.run_folder import RunFolder
 from runs.signals import stop
 
 
@@ -34,7 +34,7 @@ def job(cfg: DictConfig) -> float | None:
 
     hydra_cfg = HydraConfig.get()
     in_sweep = hydra_cfg.mode is RunMode.MULTIRUN
-    output_dir = shorten(hydra_cfg.runtime.output_dir)
+    output_dir = job_folder()
     url = cfg.output_dir if "://" in cfg.output_dir else None
     if url is not None and in_sweep:
         url = f"{url.rstrip('/')}/{hydra_cfg.sweep.subdir}"

@@ -169,6 +169,8 @@ def quote_values(arguments: list[str]) -> list[str]:
         key = key_of(given)
         if (kind := text_kind(key)) and not is_parsed(key, value):
             value = os.path.expanduser(value) if kind == "path" else value  # a shell expands ~ only at a word's start
+            if kind == "path" and value.startswith("~"):  # no user has this name: it is a file's
+                value = os.path.abspath(value)
             if kind == "path" and value.startswith("assets/") and not os.path.exists(value):  # an installed example
                 value = str(CONF.parent / value)
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,6 +17,7 @@ from cli.resuming import check_resume, newest_run
 from cli.terminal import is_first_process, one_line_errors
 from foundation.errors import UserError, without_credentials
 from foundation.locks import LOCK, in_use
+from runs.run_folder import shorten
 
 # Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
@@ -58,6 +60,12 @@ def new_folder(pattern: str) -> str:
         os.environ[INHERITED] = folder
         return folder
     raise AssertionError
+
+
+def job_folder() -> Path:
+    """Return the output folder of Hydra's job; a ${ in its name is not resolved a second time."""
+    runtime: Any = OmegaConf.to_container(HydraConfig.get().runtime)
+    return shorten(runtime["output_dir"])
 
 
 def output_in_use(folder: Path) -> AbstractContextManager[None]:
@@ -117,6 +125,8 @@ def make_folder(config: DictConfig, key: str) -> Path:
         raise UserError(f"output_dir={name}: name a folder, or leave it out")
     if "://" in name and "resume" not in config:
         raise UserError(f"output_dir={without_credentials(name)}: images are written to a folder of this machine")
+    if "${" in name and "resume" in config:  # `instantiate` resolves settings a second time
+        raise UserError(f"output_dir={name}: a run's folder cannot have ${{ in its name. Rename it.")
     folder = Path(OmegaConf.select(config, key))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from cli.arguments import read_values
 from foundation.errors import UserError, printable
 from foundation.files import link_below, read_bytes, reading, reason, replacing
 from foundation.locks import LOCK, Holder, holder, in_use, lock_content, open_own
+from report.quoting import argument
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
@@ -126,7 +127,7 @@ class Jobs:
         """Start a run of the queue, whose file anybody may have written."""
         run = run_below(self.outputs, folder)
         *settings, place = arguments
-        if place != f"output_dir={folder}" or str(run) != folder:
+        if place != argument("output_dir", folder) or str(run) != folder:
             raise UserError(f"{place!r:.99} is not the run's output_dir")
         read_values(settings, "train")
         self.start(arguments, run)

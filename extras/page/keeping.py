@@ -17,6 +17,7 @@ from extras.page.runs import Shelf, resolved, state_of, tail
 from foundation.errors import UserError, count_of, printable
 from foundation.files import replacing
 from foundation.locks import LOCK
+from report.quoting import argument
 from runs.run_folder import RunFolder
 
 # Letters of a note, and ends of the names under which files of a LoRA are saved.
@@ -94,6 +95,6 @@ class KeepPage:
             kind, most = (resolved(run.config, f"adapter.{key}") for key in ("rank_schedule", "rank"))
             rank = [f"rank={most}"] if kind not in (None, "constant") and isinstance(most, int) else []
         job = RunFolder(run.path / "export")
-        more = [f"lora={run}", "format=comfyui", "overwrite=true", *rank, f"output_dir={job}"]
+        more = [argument("lora", str(run)), "format=comfyui", "overwrite=true", *rank, argument("output_dir", str(job))]
         self.jobs.start(["task=export", *more], job, "predict")
         return HTMLResponse("", headers={"hx-trigger": "changed"})

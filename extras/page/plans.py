@@ -12,6 +12,7 @@ from extras.page.jobs import Jobs, require_no_link, user_of
 from foundation.errors import UserError
 from foundation.files import read_bytes
 from foundation.locks import LOCK
+from report.quoting import argument
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
@@ -34,7 +35,7 @@ class Plans:
         if user_of(run.path) is None and (again or "╰" not in _printed(run)):
             require_no_link(self.jobs.outputs, run.log)
             run.log.unlink(missing_ok=True)
-            self.jobs.start([*arguments, f"output_dir={run}", "task=dry_run"], run)
+            self.jobs.start([*arguments, argument("output_dir", str(run)), "task=dry_run"], run)
         return key
 
     def state(self, key: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from foundation.files import read_bytes, reading, reason, require_file
 from foundation.locks import LOCK
 from foundation.settings import flat_settings
 from report.images import compared_rows, opened_png, read_strip, sample_files, sample_rows
-from report.quoting import program, shareable
+from report.quoting import argument, override, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.config_file import read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder
@@ -318,7 +318,11 @@ class RunsPage:
         quoted = shlex.quote(str(run))
         if state == "running":
             return {name: f"touch {quoted}/requests/{name}" for name in REQUESTS}
-        return {"resume": f"{program('train')} output_dir={quoted} ckpt_path=last"} if state == "stopped" else {}
+        return (
+            {"resume": f"{program('train')} {override('output_dir', str(run))} ckpt_path=last"}
+            if state == "stopped"
+            else {}
+        )
 
     def compare(self, request: Request) -> Response:
         """Show the curves of several runs, and the settings that differ."""
@@ -384,5 +388,5 @@ class RunsPage:
         if state_of(run) != "stopped":
             raise UserError(f"{run} cannot be resumed: it is {state_of(run)}")
         require_own(run.config)
-        self.jobs.start([f"output_dir={run}", "ckpt_path=last"], run)
+        self.jobs.start([argument("output_dir", str(run)), "ckpt_path=last"], run)
         return HTMLResponse("", headers={"hx-refresh": "true"})

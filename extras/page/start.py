@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from cli.arguments import VALUE_KEY, check_choice, hydras_errors, read_values
+from cli.arguments import check_choice, hydras_errors, read_values
 from cli.folders import run_folder
 from cli.resuming import OF_A_START
 from extras.page.answers import page, post
@@ -31,7 +31,7 @@ from foundation.errors import UserError, printable, without_credentials
 from foundation.files import reading
 from foundation.internals import compose_settings
 from foundation.settings import CONF, Setting, declared, flat_settings, text_kind
-from report.quoting import has_secret, is_parsed, key_of, literal
+from report.quoting import argument, has_secret, is_parsed, key_of, literal
 from report.tables import last_metrics
 from runs.run_folder import RunFolder
 
@@ -136,7 +136,7 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
     own = {key: value for key, value in settings.items() if key_of(str(key)) not in (*OF_A_START, "model_name")}
     defaults = OmegaConf.to_container(composed(*(f"{group}={one}" for group, one in asked.items()), script=script))
     found = {key: value for key, value in _differing(own, defaults) if without_credentials(value) == value}
-    if other := [key for key, one in found.items() if not (VALUE_KEY.fullmatch(key) and one.isprintable())]:
+    if other := [key for key, one in found.items() if not f"{key}={one}".isprintable()]:
         raise UserError(f"{run.config}: {printable(other[0])} does not fit in the form. Repeat this run by a command.")
     asked |= {key: value for key, value in found.items() if key in fields()}
     more = [f"{key}={value}" for key, value in found.items() if key not in asked]
@@ -237,7 +237,7 @@ class StartPage:
         runs = (RunFolder(f"{asked}{end}") for end in ends)
         run = next(one for one in runs if not os.path.lexists(one.path) and str(one) not in waiting)
         settings, cfg = self._complete(form)
-        arguments = [*settings, f"output_dir={run}"]
+        arguments = [*settings, argument("output_dir", str(run))]
         if form.get("when") == "now":
             self.jobs.start(arguments, run)
             name = run.path.relative_to(self.outputs).as_posix()

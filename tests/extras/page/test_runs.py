@@ -1,20 +1,27 @@
 """The tab Runs: the list, a run, runs compared, and the buttons."""
 
+import html
 import json
 import os
 import re
+import shlex
 import time
 
 import numpy as np
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from PIL import Image
 from starlette.testclient import TestClient
 
+from cli.arguments import read_arguments
+from extras.page.app import create_app
 from extras.page.jobs import Jobs
 from extras.page.progress import time_left
 from extras.page.runs import Shelf, state_of
 from report.images import read_strip
 from report.tables import last_metrics, read_metrics
+from runs.config_file import write_config
 from tests.extras.page.conftest import BASE, write_run
 
 
@@ -261,6 +268,70 @@ def test_lora_is_saved_under_the_name_of_the_run_and_a_link_is_not_sent(client, 
     assert "sweep_0_best.safetensors" in client.get("/lora?run=sweep/0&which=best").headers["content-disposition"]
     assert client.get("/lora?run=first&which=best").status_code == 404
     assert client.get("/run?run=first").text.count('href="/lora?') == 1
+
+
+NAMES = ["${oc.env:HIDDEN}", r"\${oc.env:HIDDEN}", "${run_folder:last}", "~x", "a,b", 'it\'s "q"', "[a]{b}", "'a'"]
+NAMES += ["a=b", " a b", "\u96ea", "null", "--help", "$x #(c)", "@x*", "a\\"]
+
+
+def read_back(words, script):
+    """Return settings of a command by their keys, as Hydra reads them."""
+    given = OverridesParser.create().parse_overrides(read_arguments([*words, "--cfg", "job"], script)[:-2])
+    return {one.key_or_group: OmegaConf.create({"value": one.value()}).value for one in given}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_of_the_page_names_the_folder_of_its_run(client, outputs, monkeypatch, name):
+    monkeypatch.setenv("HIDDEN", "seen")
+    started = []
+    monkeypatch.setattr(
+        Jobs, "start", lambda self, words, run, script="train": started.append((words, str(run), script))
+    )
+    run = write_run(outputs / name, 4, "x")
+    write_config(run.config, {"model_name": "embedded"})
+    for file in (run.checkpoint, run.path / "lora/last/pytorch_lora_weights.safetensors"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert say(client, "/export", run=name)[0] == say(client, "/resume", run=name)[0] == 200
+    assert f"{shlex.quote(str(run))} ckpt_path=last" in html.unescape(client.get("/run", params={"run": name}).text)
+    for when in ("now", "next"):
+        assert say(client, "/start", output_dir=f"{outputs / name}", when=when, **{"data.root": "x"})[0] == 200
+    assert say(client, "/plan", **{"data.root": "x"})[0] in (200, 400), "its log is not written here"
+    (jobs := Jobs(outputs, lambda: None)).start_next()
+    assert not jobs.waiting()
+    assert [folder for _, folder, _ in started[:3]] == [f"{run}/export", f"{run}", f"{run}-2"]
+    assert len(started) == 5
+    for words, folder, script in started:
+        found = read_back([one for one in words if one != "ckpt_path=last"], script)
+        assert found["output_dir"] == folder
+        assert found.get("lora") in (None, str(run))
+
+
+@pytest.mark.parametrize("name", NAMES[:2] + NAMES[3:6])
+def test_a_run_of_any_name_is_exported(run, gallery, copied, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HIDDEN", "seen")
+    folder = copied(gallery("plain"), f"outputs/{name}")
+    words = []
+    monkeypatch.setattr(Jobs, "start", lambda self, arguments, run, script: words.extend(arguments))
+    with TestClient(create_app("the token", outputs=folder.parent), BASE) as client:
+        client.get("/", params={"token": "the token"})
+        say(client, "/export", run=name)
+    text = run("predict", *words).text
+    assert "seen" not in text
+    assert list((folder / "export").glob("*.safetensors"))
+    assert not [
+        path for path in tmp_path.rglob("*") if "seen" in f"{path}" or (path.is_file() and b"seen" in path.read_bytes())
+    ]
+
+
+def test_a_run_is_not_trained_in_a_folder_that_settings_would_resolve(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HIDDEN", "seen")
+    monkeypatch.chdir(tmp_path)
+    for name in ("${oc.env:HIDDEN}", "a/${seed}"):
+        line = run("train", f"output_dir={name}", ok=False).error
+        assert line == f"error: output_dir={name}: a run's folder cannot have ${{ in its name. Rename it."
+    assert "~nosuch" in run("train", "data.root=~nosuch/x", "output_dir=x", ok=False).error
+    assert {path.name for path in tmp_path.iterdir()} <= {"x", "outputs"}
 
 
 def test_export_starts_a_command_and_keeps_the_full_rank_of_a_tlora(client, outputs, monkeypatch):
