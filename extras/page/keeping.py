@@ -1,10 +1,9 @@
 """Changes to a run's folder by a person: note, star, name, removal; and the files of its LoRA to take away."""
 
+import re
 import shutil
-from contextlib import suppress
 from urllib.parse import urlencode
 
-from omegaconf.errors import OmegaConfBaseException
 from rich.filesize import decimal
 from starlette.datastructures import FormData
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from starlette.routing import Route
 
 from extras.page.answers import entry, page, post
 from extras.page.jobs import Jobs, require_no_link, run_below
-from extras.page.runs import Shelf, resolved, state_of, tail
+from extras.page.runs import Shelf, mean_rank, state_of, tail
 from foundation.errors import UserError, count_of, printable
 from foundation.files import replacing
 from foundation.locks import LOCK
@@ -87,14 +86,20 @@ class KeepPage:
         return run
 
     def export(self, request: Request, form: FormData) -> Response:
-        """Write the last LoRA for ComfyUI, of a T-LoRA with its full rank."""
-        run, rank = self.shelf.get(str(form.get("run"))), []
+        """Write the last LoRA for ComfyUI, of a T-LoRA with the rank in the form."""
+        run, rank = self.shelf.get(str(form.get("run"))), str(form.get("rank", "")).strip()
         if "last" not in run.lora_files():
             raise UserError(f"{run} has no LoRA yet")
-        with suppress(OSError, OmegaConfBaseException):  # without its settings it is a plain LoRA
-            kind, most = (resolved(run.config, f"adapter.{key}") for key in ("rank_schedule", "rank"))
-            rank = [f"rank={most}"] if kind not in (None, "constant") and isinstance(most, int) else []
+        if (mean := mean_rank(run)) is not None and not re.fullmatch("[1-9][0-9]{0,4}", rank):
+            what = f"rank={printable(rank)[:99]}: other programs need one rank of this T-LoRA"
+            raise UserError(f"{what}. Write a whole number, such as {mean}, the mean of its schedule.")
         job = RunFolder(run.path / "export")
-        more = [argument("lora", str(run)), "format=comfyui", "overwrite=true", *rank, argument("output_dir", str(job))]
+        more = [
+            argument("lora", str(run)),
+            "format=comfyui",
+            "overwrite=true",
+            *([f"rank={rank}"] if mean else []),
+            argument("output_dir", str(job)),
+        ]
         self.jobs.start(["task=export", *more], job, "predict")
         return HTMLResponse("", headers={"hx-trigger": "changed"})

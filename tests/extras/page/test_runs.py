@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
@@ -17,8 +18,9 @@ from starlette.testclient import TestClient
 from cli.arguments import read_arguments
 from extras.page.app import create_app
 from extras.page.jobs import Jobs
-from extras.page.progress import time_left
+from extras.page.progress import mean_of_schedule, time_left
 from extras.page.runs import Shelf, state_of
+from lightning_modules.adapters.rank_schedule import RankSchedule
 from report.images import read_strip
 from report.tables import last_metrics, read_metrics
 from runs.config_file import write_config
@@ -334,19 +336,38 @@ def test_a_run_is_not_trained_in_a_folder_that_settings_would_resolve(run, tmp_p
     assert {path.name for path in tmp_path.iterdir()} <= {"x", "outputs"}
 
 
-def test_export_starts_a_command_and_keeps_the_full_rank_of_a_tlora(client, outputs, monkeypatch):
+def test_the_export_of_a_tlora_asks_for_a_rank_and_proposes_the_mean_of_its_schedule(client, outputs, monkeypatch):
     started = []
     monkeypatch.setattr(Jobs, "start", lambda self, arguments, run, script: started.append((arguments, script)))
     assert "has no LoRA yet" in say(client, "/export", run="first")[1]
-    tlora = {"adapter": {"rank_schedule": "timestep", "rank": "${model.recipe.rank}"}, "model": {"recipe": {"rank": 8}}}
-    harm = {"adapter": {"rank_schedule": "timestep", "rank": {"_target_": "os.getcwd"}}}
-    runs = {name: write_run(outputs / name, 4, "x", **more) for name, more in (("third", tlora), ("harm", harm))}
-    for run in (Shelf(outputs).get("first"), *runs.values()):
+    schedule = {"rank_schedule": "timestep", "min_rank": 1, "alpha_rank_scale": 1.0}
+    tlora = {"adapter": {**schedule, "rank": "${model.recipe.rank}"}, "model": {"recipe": {"rank": 8}}}
+    late = {"adapter": {**schedule, "rank_schedule": "step_index", "rank": 16, "alpha_rank_scale": 3}}
+    harm = {"adapter": {**schedule, "rank": {"_target_": "os.getcwd"}}}
+    constant = {"adapter": {**schedule, "rank_schedule": "constant", "rank": 8}}
+    runs = {"first": {}, "third": tlora, "late": late, "harm": harm, "constant": constant}
+    for name, settings in runs.items():
+        run = Shelf(outputs).get(name) if name == "first" else write_run(outputs / name, 4, "x", **settings)
         (run.path / "lora/last").mkdir(parents=True)
         (run.path / "lora/last/pytorch_lora_weights.safetensors").touch()
-        say(client, "/export", run=run.path.name)
+    for name, mean in (("third", 4), ("late", 4)):
+        assert f'name="rank" inputmode="numeric" value="{mean}"' in client.get(f"/run?run={name}").text
+        for rank in ("", "0", "-1", "x", "1.5", "\u0663", "8]", "1" * 5000, "${seed}"):
+            status, text = say(client, "/export", run=name, rank=rank)
+            assert (status, f"such as {mean}, the mean of its schedule" in text) == (400, True)
+    assert not started
+    for name in ("first", "harm", "constant"):  # predict.py refuses a T-LoRA of unknown settings
+        assert 'name="rank"' not in client.get(f"/run?run={name}").text
+        say(client, "/export", run=name, rank="5")
+    say(client, "/export", run="third", rank=" 5 ")
     rest = ["format=comfyui", "overwrite=true"]
     assert started == [
         (["task=export", f"lora={outputs / name}", *rest, *rank, f"output_dir={outputs / name}/export"], "predict")
-        for name, rank in (("first", []), ("third", ["rank=8"]), ("harm", []))
+        for name, rank in (("first", []), ("harm", []), ("constant", []), ("third", ["rank=5"]))
     ]
+
+
+@pytest.mark.parametrize(("most", "least", "alpha"), [(16, 1, 1.0), (8, 0, 0.5), (64, 4, 3.0), (1, 0, 10.0)])
+def test_the_proposed_rank_is_the_mean_of_the_schedule(most, least, alpha):
+    ranks = RankSchedule("timestep", most, least, alpha).active_ranks(torch.arange(1000, 0, -1))
+    assert mean_of_schedule(most, least, alpha) == max(1, round(ranks.double().mean().item()))
