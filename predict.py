@@ -11,10 +11,9 @@ from omegaconf import DictConfig
 from cli.arguments import hydras_errors, read_arguments
 from cli.check_keys import check_keys, check_read, chosen_task, import_task
 from cli.check_values import check_ranges
-from cli.folders import IN_CACHE_DIR, output_in_use
+from cli.folders import IN_CACHE_DIR, job_folder, output_in_use
 from cli.resolvers import CONF
 from cli.terminal import command_line, end_workers, one_line_errors
-from runs.run_folder import shorten
 from runs.signals import INTERRUPTS, stop
 
 
@@ -23,7 +22,7 @@ def _run(cfg: DictConfig) -> None:
     """Run one task."""
     from hydra.core.hydra_config import HydraConfig
 
-    output_dir = shorten(HydraConfig.get().runtime.output_dir)
+    output_dir = job_folder()
     try:
         with one_line_errors(), stop.listening():
             task = chosen_task(cfg.task, "predict")

@@ -7,14 +7,14 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from cli.arguments import hydras_errors, read_arguments
+from cli.arguments import hydras_errors, read_arguments, take_addresses
 from cli.check_keys import check_keys, chosen_task, import_task
 from cli.check_values import check_ranges, check_run, check_shards
-from cli.folders import output_in_use
+from cli.folders import job_folder, output_in_use
 from cli.placement import queued_again
 from cli.resolvers import CONF
 from cli.terminal import command_line, configure_logging, end_workers, is_first_process, kept_log, one_line_errors
-from runs.run_folder import RunFolder, shorten
+from runs.run_folder import RunFolder
 from runs.signals import stop
 
 
@@ -32,9 +32,9 @@ def job(cfg: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     hydra_cfg = HydraConfig.get()
-    configure_logging(hydra_cfg.runtime.output_dir)
+    output_dir = job_folder()
+    configure_logging(str(output_dir))
     in_sweep = hydra_cfg.mode is RunMode.MULTIRUN
-    output_dir = shorten(hydra_cfg.runtime.output_dir)
     cfg.output_dir = str(output_dir)
     cfg.model_name = str(cfg.model_name)  # the resolved name, for the run's config.yaml
     try:
@@ -62,7 +62,7 @@ def job(cfg: DictConfig) -> float | None:
 def main() -> None:
     """Run the command line."""
     with command_line(trains=True), hydras_errors("train"):
-        sys.argv[1:] = read_arguments(sys.argv[1:], "train")
+        sys.argv[1:] = read_arguments(take_addresses(sys.argv[1:]), "train")
         _run()
 
 

@@ -14,6 +14,7 @@ from callbacks.validation import Validation
 from datamodules.images.resizing import has_edits
 from datamodules.pairs import PairsDataModule
 from foundation.errors import listing
+from foundation.files import link_below
 from lightning_modules.edit_module import EditModule
 from lightning_modules.lora_files.compatibility import Reader, in_comfyui
 from lightning_modules.lora_files.kinds import common_kind
@@ -115,7 +116,10 @@ class ModelCard(L.Callback):
 
     def _write_images(self, folder: Path, step: int) -> tuple[int, list[Strip]]:
         """Write GRID and the results; return the step of the results and the samples, none without base images."""
-        if not write_grid(self.run, folder / GRID, step, MOST, public=True):
+        shown = [path for files in sample_files(self.run, step).values() for path in files.values()]
+        if any(link_below(self.run.path, one) for one in shown) or not write_grid(
+            self.run, folder / GRID, step, MOST, public=True
+        ):
             return 0, []
         strips = [one for one in last_strips(self.run, step) if not one.private][:MOST]
         for index, strip in enumerate(strips, start=1):

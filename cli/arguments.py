@@ -18,10 +18,11 @@ from cli.check_keys import TASKS, closest, refuse
 from cli.resuming import OF_A_START, newest_run
 from cli.terminal import FailedJob, log, started_by_lightning
 from foundation.errors import UserError, listing
+from foundation.files import read_bytes
 from foundation.internals import get_args_parser, raise_hydras_errors
 from foundation.settings import CONF, Declared, declared, text_kind
-from report.quoting import PROMPTS, QUOTES, SECRET, is_parsed, literal, override, program, prompt_items
-from runs.config_file import calls_another_function, is_own
+from report.quoting import PROMPTS, QUOTES, has_secret, is_parsed, key_of, literal, override, program, prompt_items
+from runs.config_file import MOST_BYTES, calls_another_function, is_own, private_copy
 from runs.run_folder import RunFolder
 
 NOTIFY = "RETOUCH_NOTIFY"  # the variable with the addresses
@@ -37,15 +38,11 @@ NO_OWN_CONFIG = ("-cp", "-cn", "-cd", "--config", "-m", "--multirun")
 
 def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
     """Return the arguments for Hydra: first the settings, then its options; raise a UserError about wrong ones."""
-    # Before anything shows or stores the arguments, as sweeps do: addresses are secrets.
-    addresses = [one for one in arguments if script == "train" and one.lstrip("+").startswith("notify=")]
-    if addresses:
-        os.environ[NOTIFY] = re.sub(r"^\[(.*)\]$|^null$", r"\1", addresses[-1].partition("=")[2])
     trust = [one for one in arguments if one.startswith(TRUST)]
     if not {*trust} <= {f"{TRUST}true", f"{TRUST}false"}:
         raise UserError(f"{trust[0]}: must be true or false")
     trusted = trust[-1:] == [f"{TRUST}true"] or started_by_lightning()  # by a command that has checked it
-    options, settings = _split([one for one in arguments if one not in (*addresses, *trust)], script, trusted)
+    options, settings = _split([one for one in arguments if one not in trust], script, trusted)
     known = declared(script)
     # Lightning passes on the arguments of the first process, which has quoted them.
     settings = settings if started_by_lightning() else quote_values(settings)
@@ -54,6 +51,17 @@ def read_arguments(arguments: Sequence[str], script: str) -> list[str]:
         log.info("starting: importing PyTorch takes a few seconds")
     arguments = [*settings, *options]
     return with_run_settings(arguments, trusted) if script == "train" else arguments
+
+
+def take_addresses(arguments: Sequence[str]) -> list[str]:
+    """Move the addresses of notify= to this process's environment, and return the other arguments.
+
+    Addresses are secrets: this comes before anything shows or stores the arguments, as sweeps do.
+    """
+    addresses = [one for one in arguments if key_of(one) == "notify"]
+    if addresses:
+        os.environ[NOTIFY] = re.sub(r"^\[(.*)\]$|^null$", r"\1", addresses[-1].partition("=")[2])
+    return [one for one in arguments if one not in addresses]
 
 
 def read_values(settings: Sequence[str], script: str) -> list[str]:
@@ -68,9 +76,9 @@ def read_values(settings: Sequence[str], script: str) -> list[str]:
 
     for one in settings:
         key = one.partition("=")[0]
-        start = re.split("[./]", key.lstrip("+~"))[0]
-        private = start in ("hydra", TRUST[:-1], *OF_A_START) or SECRET.search(key)
-        elsewhere = start == "logger" and "." in key and not declared(script).knows(key.lstrip("+~"))  # to a server
+        start = re.split("[./]", key_of(one))[0]
+        private = start in ("hydra", TRUST[:-1], *OF_A_START) or has_secret(key)
+        elsewhere = start == "logger" and "." in key and not declared(script).knows(key_of(one))  # to a server
         if private or elsewhere or not (VALUE_KEY.fullmatch(key) and one.isprintable()):
             refuse(one)
     arguments = read_arguments([*settings, "--cfg", "job"], script)[:-2]  # as if only shown: without a line in the log
@@ -78,7 +86,7 @@ def read_values(settings: Sequence[str], script: str) -> list[str]:
         key, value = given.key_or_group, given.value()
         if (choices := declared(script).groups.get(key)) is not None and not given.is_delete():
             check_choice(key, value, choices)
-        if (place := _function_in(value, key)) is not None:
+        if (place := _function_in(value, key.replace("/", "."))) is not None:
             refuse(place)
     return arguments
 
@@ -107,13 +115,15 @@ def _function_in(value: Any, key: str) -> str | None:
     return None if value is None or isinstance(value, bool | int | float) else key
 
 
-def require_own(config: Path) -> None:
-    """Raise a UserError if another machine wrote a run's settings, or somebody has changed them."""
-    if not is_own(config):
-        raise UserError(
-            f"{config}: another machine wrote it, or somebody has edited it, and its settings can call any function. "
-            f"Look through it, then add {TRUST}true."
-        )
+def require_own(config: Path) -> bytes:
+    """Return the content of a run's settings; raise a UserError if another machine wrote it, or somebody changed it."""
+    with suppress(OSError, ValueError):
+        if is_own(content := read_bytes(config, MOST_BYTES)):
+            return content
+    raise UserError(
+        f"{config}: another machine wrote it, or somebody has edited it, and its settings can call any function. "
+        f"Look through it, then add {TRUST}true."
+    )
 
 
 def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
@@ -122,7 +132,7 @@ def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
     Raises:
         UserError: another machine wrote these settings, and they are not `trusted`.
     """
-    settings = {one.lstrip("+~").partition("=")[0]: one for one in arguments if not one.startswith("-")}
+    settings = {key_of(one): one for one in arguments if not one.startswith("-")}
     own = {"hydra", *declared("train").groups, "data.root", "data.shards", "model.pretrained_model_name_or_path"}
     if own & {key.partition("/")[0] for key in settings} or any(one.startswith(NO_OWN_CONFIG) for one in arguments):
         return arguments
@@ -139,11 +149,10 @@ def with_run_settings(arguments: list[str], trusted: bool = False) -> list[str]:
         run = newest_run() if folder is None else RunFolder(Path(str(folder)).expanduser())
     if run is None or not run.config.is_file() or not run.checkpoints():
         return arguments
-    if not trusted:
-        require_own(run.config)
+    copy = private_copy(read_bytes(run.config) if trusted else require_own(run.config))
     log.info(f"resuming with the settings of {run.config}")
     place = ["output_dir='${run_folder:${ckpt_path}}'"] if folder is None else []
-    return ["-cp", str(run.path.absolute()), "-cn", "config", *place, *arguments]
+    return ["-cp", str(copy), "-cn", "config", *place, *arguments]
 
 
 def quote_values(arguments: list[str]) -> list[str]:
@@ -155,9 +164,11 @@ def quote_values(arguments: list[str]) -> list[str]:
     quoted = []
     for argument in arguments:
         given, _, value = argument.partition("=")
-        key = given.lstrip("+")
+        key = key_of(given)
         if (kind := text_kind(key)) and not is_parsed(key, value):
             value = os.path.expanduser(value) if kind == "path" else value  # a shell expands ~ only at a word's start
+            if kind == "path" and value.startswith("~"):  # no user has this name: it is a file's
+                value = os.path.abspath(value)
             if kind == "path" and value.startswith("assets/") and not os.path.exists(value):  # an installed example
                 value = str(CONF.parent / value)
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders
@@ -188,17 +199,21 @@ def _split(arguments: Sequence[str], script: str, trusted: bool) -> tuple[list[s
     if unknown:
         refuse(f"{unknown[0]}: there is no such option")
     name = f"{(found.config_name or script).removesuffix('.yaml')}.yaml"
+    checked: list[str] = []
+    if not trusted and found.experimental_rerun is not None:
+        what = f"{found.experimental_rerun} is a pickle, which can call any function"
+        raise UserError(f"{what}. If you know its origin, then add {TRUST}true.")
     if not trusted and (found.config_path is not None or Path(name).name != name):
-        require_own(CONF.parent / (found.config_path or CONF) / name)
-    if not trusted and found.experimental_rerun is not None:  # a pickle
-        require_own(Path(found.experimental_rerun))
+        # Hydra composes the copy, and nothing next to the file that was checked: the last option counts.
+        copy = private_copy(require_own(CONF.parent / (found.config_path or CONF) / name))
+        checked = ["-cp", str(copy), "-cn", "config"]
     settings = list(found.overrides)
     for index, word in enumerate(settings):
         if "=" not in word and not word.startswith("~"):
             key = settings[index - 1].partition("=")[0] if index else ""
             hint = f'Quote the {key}: {key}="...".' if text_kind(key) else f"Write {_meant(word, script)}."
             raise UserError(f"{word}: it is not KEY=VALUE. {hint}")
-    return [argument for argument in arguments if argument not in settings], settings
+    return [*(argument for argument in arguments if argument not in settings), *checked], settings
 
 
 def _meant(word: str, script: str) -> str:

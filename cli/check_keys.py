@@ -12,7 +12,7 @@ from rapidfuzz.distance import OSA
 
 from foundation.errors import UserError, listing
 from foundation.settings import OPEN, Declared, declared, flat_settings, parents
-from report.quoting import program
+from report.quoting import key_of, program
 
 # Functions by script and task=. They are imported when they are chosen, after the settings have been checked.
 TASKS = {
@@ -139,7 +139,7 @@ def check_read(task: str, overrides: Sequence[str]) -> None:
     for override in overrides:
         if override.startswith("~"):  # such as captioner=null
             continue
-        name = override.lstrip("+").partition("=")[0].partition("@")[0]
+        name = key_of(override)
         key = name.replace("/", ".")
         tasks = declared("predict").readers_of(key)
         if tasks is not None and task not in tasks:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,6 +17,7 @@ from cli.resuming import check_resume, newest_run
 from cli.terminal import is_first_process, one_line_errors, srun_tasks
 from foundation.errors import UserError, without_credentials
 from foundation.locks import LOCK, in_use
+from runs.run_folder import shorten
 
 # Passes the folder to the other processes of a run, which Lightning starts with the same command line.
 INHERITED = "RETOUCH_OUTPUT_DIR"
@@ -28,8 +30,9 @@ BEGINS = ContextVar("begins", default=False)
 def run_folder(ckpt_path: str | None) -> str:
     """Return the default output_dir of a run: a new folder, or the newest run with ckpt_path=last."""
     if ckpt_path == "last" and is_first_process() and (newest := newest_run()) is not None:
-        os.environ[INHERITED] = str(newest)
-        return os.environ[INHERITED]
+        if BEGINS.get():
+            os.environ[INHERITED] = str(newest)
+        return str(newest)
     return new_folder("%Y-%m-%d_%H-%M-%S")
 
 
@@ -54,6 +57,12 @@ def new_folder(pattern: str) -> str:
         os.environ[INHERITED] = folder
         return folder
     raise AssertionError
+
+
+def job_folder() -> Path:
+    """Return the output folder of Hydra's job; a ${ in its name is not resolved a second time."""
+    runtime: Any = OmegaConf.to_container(HydraConfig.get().runtime)
+    return shorten(runtime["output_dir"])
 
 
 def output_in_use(folder: Path) -> AbstractContextManager[None]:
@@ -116,6 +125,8 @@ def make_folder(config: DictConfig, key: str) -> Path:
         raise UserError(
             f"output_dir={shown} is no folder of this machine. Choose one, and copy it: rclone sync FOLDER REMOTE:PATH"
         )
+    if "${" in name and "resume" in config:  # `instantiate` resolves settings a second time
+        raise UserError(f"output_dir={name}: a run's folder cannot have ${{ in its name. Rename it.")
     folder = Path(OmegaConf.select(config, key))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cli.terminal import log
 from foundation.errors import listing, without_credentials
-from foundation.files import reason
+from foundation.files import link_below, reason
 from runs.run_folder import RunFolder, best_effort
 from runs.signals import stop
 
@@ -25,7 +25,9 @@ def push_to_hub(run: RunFolder, kind: str, repository: str, private: bool) -> No
         private: whether a repository that is created for the upload is private.
     """
     folders = {place: run.weights(kind, name) for place, name in (("", "last"), ("best", "best"))}
-    folders = {place: folder for place, folder in folders.items() if folder.is_dir()}
+    for linked in dict.fromkeys(filter(None, (link_below(run.path, folder) for folder in folders.values()))):
+        log.warning(f"note: not uploaded to {repository}, since it is a link: {linked}")
+    folders = {place: one for place, one in folders.items() if one.is_dir() and link_below(run.path, one) is None}
     if not folders:
         return
     failures: list[str] = []
@@ -63,10 +65,11 @@ def _send(folders: Mapping[str, Path], repository: str, private: bool) -> str:
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         for place, folder in folders.items():
-            links = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink()]
+            links = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if link_below(folder, path)]
             if links:
                 log.warning(f"note: not uploaded, since they are links: {listing(links)}")
-            hidden = [".*", "**/.*", *map(glob.escape, links)]  # temporary files next to the weights
+            inside = [f"{glob.escape(one)}{end}" for one in links for end in ("", "/*")]
+            hidden = [".*", "**/.*", *inside]  # temporary files next to the weights
             api.upload_folder(repo_id=repository, folder_path=folder, path_in_repo=place, ignore_patterns=hidden)
     except Exception as error:  # of the network's libraries, or of files: none of them may end the run
         cause = error.__cause__ if isinstance(error, RuntimeError) else None

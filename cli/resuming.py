@@ -12,7 +12,7 @@ from cli.terminal import is_first_process, log
 from foundation.errors import UserError, without_credentials
 from foundation.files import reading
 from foundation.settings import flat_settings
-from report.quoting import SECRET, program
+from report.quoting import has_secret, program
 from runs.config_file import read_config, resolvable
 from runs.run_folder import End, RunFolder
 
@@ -169,7 +169,7 @@ def check_resumable(settings: dict[str, Any], run: RunFolder) -> None:
         if was == now:
             continue
         was, now = without_credentials(str(was)), without_credentials(str(now))
-        if SECRET.search(key):
+        if has_secret(key):
             was = now = "***"
         line = f"{key} was {was} in {run} and is {now} now"
         if group in RESTORED or key == "objective._target_":

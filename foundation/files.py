@@ -108,6 +108,16 @@ def _beside(path: Path, end: str) -> Path:
     return path.with_name(f".{short_name(path.name, 200)}.{threading.get_native_id()}.{os.getpid()}.{end}")
 
 
+def link_below(root: Path, path: Path) -> Path | None:
+    """Return the first link on the way from a folder to a path below it, which may be one itself; None without one.
+
+    Whoever writes, deletes or publishes there would follow it to another place.
+    """
+    parts = path.relative_to(root).parts
+    places = (root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
+    return next(filter(Path.is_symlink, places), None)
+
+
 def require_file(path: Path) -> None:
     """Raise an OSError unless the path is a regular file or a link to one: opening a pipe would block."""
     try:

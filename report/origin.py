@@ -59,7 +59,7 @@ def public_name(name: str, model_name: str) -> str:
     Args:
         model_name: as for `hub_id`.
     """
-    place = name if name == EMBEDDED else f"PATH_TO/{Path(name).expanduser().absolute().name}"
+    place = name if name == EMBEDDED else f"PATH_TO/{Path(os.path.expanduser(name)).absolute().name}"
     return hub_id(name, model_name) or place
 
 
@@ -70,7 +70,7 @@ def hub_id(name: str, model_name: str) -> str | None:
         name: a folder or a hub id.
         model_name: name of the model's YAML; a folder with the name of its default is a copy of that.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_dir():
         return name if HUB_ID.fullmatch(name) and not path.exists() else None
     if cached := SNAPSHOT.search(path.resolve().as_posix()):
@@ -91,7 +91,7 @@ def published(value: Any, model_name: str) -> Any:
         return [published(one, model_name) for one in value]
     if not isinstance(value, str) or not (value.startswith(("/", "~")) or os.path.exists(value)):
         return value
-    return hub_id(value, model_name) or Path(value).expanduser().absolute().name
+    return hub_id(value, model_name) or Path(os.path.expanduser(value)).absolute().name
 
 
 def licence(name: str, repository: str | None, revision: str | None) -> dict[str, str]:
@@ -101,14 +101,14 @@ def licence(name: str, repository: str | None, revision: str | None) -> dict[str
         name: a folder or a hub id.
         repository: its `hub_id`, for a link to one of its files.
     """
-    if name == EMBEDDED or Path(name).expanduser().is_file():
+    if name == EMBEDDED or Path(os.path.expanduser(name)).is_file():
         return {}
     from huggingface_hub.repocard import metadata_load
 
     facts: Any = None
     # An unreachable base, or a README.md with damaged YAML, is a note.
     with best_effort("licence of the base"):
-        path = repository_file(str(Path(name).expanduser()), "README.md", revision)
+        path = repository_file(str(Path(os.path.expanduser(name))), "README.md", revision)
         facts = None if path is None else metadata_load(path)
     names = ("license", "license_name", "license_link")
     found = {key: " ".join(facts[key].split()) for key in names if isinstance(facts.get(key), str)} if facts else {}

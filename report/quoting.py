@@ -21,13 +21,25 @@ PROMPTS = ("prompt", "data.control.prompts", "data.swap.prompts")
 # An item in a list of prompts.
 ITEM = r"""\s*("(?:[^"\\]|\\[\s\S])*"|'(?:[^'\\]|\\[\s\S])*'|[^\s,\[\]"'][^,\[\]]*)\s*"""
 # Settings whose values are masked.
-SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential|^notify$", re.IGNORECASE)
+SECRET = re.compile(r"token(?!s)|secret|password|passwd|api_?key|auth|credential|\bnotify\b", re.IGNORECASE)
 
 
 def program(script: str) -> str:
     """Return the command that runs train.py or predict.py: its installed name, or in a clone the file."""
     in_clone = (Path(__file__).parents[1] / "pyproject.toml").is_file()
     return f"python {script}.py" if in_clone and "retouch-" not in Path(sys.argv[0]).name else f"retouch-{script}"
+
+
+def key_of(setting: str) -> str:
+    """Return the key of KEY=VALUE as Hydra reads it: without +, ++, ~ and @PACKAGE."""
+    return re.split("[=@]", setting)[0].strip().lstrip("+~").strip()
+
+
+def has_secret(key: str, value: Any = "") -> bool:
+    """Return whether a key, or the key of a text within its value, names a secret."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    named = bool(SECRET.search(key)) and not isinstance(value, int | float)
+    return named or any(has_secret(f"{name}", one) for name, one in items)
 
 
 def prompt_items(value: str) -> list[str]:
@@ -54,15 +66,20 @@ def literal(value: str) -> str:
     return QuotedString(escaped, Quote.double).with_quotes()
 
 
-def override(key: str, value: Any) -> str:
-    """Return KEY=VALUE for a shell, which `cli.arguments.quote_values` and Hydra read back as this value."""
+def argument(key: str, value: Any) -> str:
+    """Return KEY=VALUE, which `cli.arguments.quote_values` and Hydra read back as this value."""
     if isinstance(value, list):
         items = ",".join(literal(one) if text_kind(key) else str(one) for one in value)
-        return f"{key}={shlex.quote(f'[{items}]')}" if len(value) > 1 else override(key, value[0])
+        return f"{key}=[{items}]" if len(value) > 1 else argument(key, value[0])
     text = str(value)
     if isinstance(value, str) and (is_parsed(key, text) or (text_kind(key) == "path" and text.startswith("~"))):
         text = literal(text)
-    return f"{key}={shlex.quote(text)}"
+    return f"{key}={text}"
+
+
+def override(key: str, value: Any) -> str:
+    """Return `argument` for a shell."""
+    return f"{key}={shlex.quote(argument(key, value).removeprefix(f'{key}='))}"
 
 
 def portable_path(path: str) -> str:
@@ -77,7 +94,7 @@ def shareable(settings: Any) -> Any:
     """Return settings for others to read: secrets by name are masked, and texts are `without_secrets`."""
     if isinstance(settings, Mapping):
         return {
-            key: "***" if SECRET.search(str(key)) and value and not isinstance(value, Mapping) else shareable(value)
+            key: "***" if has_secret(str(key)) and value and not isinstance(value, Mapping) else shareable(value)
             for key, value in settings.items()
         }
     if isinstance(settings, list | tuple):

@@ -7,6 +7,7 @@ import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -28,6 +29,7 @@ KEY_LETTERS = 64
 OUR_RESOLVERS = ("work_folder", "when", "warmup_steps", "program", "listed_settings", "run_folder", "prediction_folder")
 RESOLVERS = ("oc.select", *OUR_RESOLVERS)
 KNOWN = re.compile(rf"\$\{{\s*(?:(?:{'|'.join(map(re.escape, RESOLVERS))})\s*:|[\w.-]+\s*\}})")
+_copies: list[TemporaryDirectory[str]] = []
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -55,22 +57,34 @@ def write_config(path: Path, settings: dict[str, Any]) -> None:
         temporary.write_bytes(text + SIGNED + _signature(text) + b"\n")
 
 
-def is_own(path: Path) -> bool:
-    """Return whether this user has written a file by `write_config` on this machine, and nobody has changed it."""
-    with suppress(OSError, ValueError):
-        text, _, signature = read_bytes(path).rpartition(SIGNED)
-        return len(signature) > 1 and hmac.compare_digest(signature[:-1], _signature(text))
-    return False
+def is_own(content: bytes) -> bool:
+    """Return whether this user has written these bytes by `write_config` on this machine, and nobody has changed them.
+
+    Whoever asks uses these bytes: the file may change meanwhile.
+    """
+    text, _, signature = content.rpartition(SIGNED)
+    return len(signature) > 1 and hmac.compare_digest(signature[:-1], _signature(text))
 
 
-def read_config(path: Path, remedy: str = "repair or remove it", loader: type[_Loader] = _Loader) -> dict[str, Any]:
+def private_copy(content: bytes) -> Path:
+    """Return a folder that only this user can change, with these bytes as config.yaml; it ends with this process."""
+    _copies.append(folder := TemporaryDirectory(prefix="settings-", dir=_state(), ignore_cleanup_errors=True))
+    Path(folder.name, "config.yaml").write_bytes(content)
+    return Path(folder.name)
+
+
+def read_config(path: Path, remedy: str = "repair or remove it", resolves: bool = False) -> dict[str, Any]:
     """Return the settings in a file: plain values, lists and mappings; nothing is interpolated.
+
+    Args:
+        resolves: keep interpolations of another machine's file by other functions than `RESOLVERS` from being resolved.
 
     Raises:
         UserError: it is damaged, larger or deeper than settings are, is not a regular file, or has aliases or tags.
     """
     with reading(path, remedy):
         text, level = read_bytes(path, MOST_BYTES), 0
+        loader = _Foreign if resolves and not is_own(text) else _Loader
         for event in yaml.parse(text, loader):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             long = LONG_NUMBER.fullmatch(getattr(event, "value", ""))
@@ -80,11 +94,8 @@ def read_config(path: Path, remedy: str = "repair or remove it", loader: type[_L
 
 
 def resolvable(path: Path, remedy: str = "repair or remove it") -> dict[str, Any]:
-    """Return the settings in a file for OmegaConf, which may resolve their interpolations; errors as in `read_config`.
-
-    In a file of another machine the functions are those of `RESOLVERS`.
-    """
-    return read_config(path, remedy, _Loader if is_own(path) else _Foreign)
+    """Return the settings in a file for OmegaConf, which may resolve their interpolations."""
+    return read_config(path, remedy, resolves=True)
 
 
 def calls_another_function(text: str) -> bool:
@@ -93,11 +104,19 @@ def calls_another_function(text: str) -> bool:
     return "${" in text and ("{" in text.replace("${", "") or any(unknown))
 
 
+def _state() -> Path | None:
+    """Return this user's folder of keys and copies; None if the home folder can keep none."""
+    with suppress(OSError, RuntimeError):
+        folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "retouch")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+    return None
+
+
 def _signature(text: bytes) -> bytes:
     """Return a signature by this user's key, which is created at its first use; "" if the home folder keeps none."""
-    with suppress(OSError, RuntimeError, UserError):
-        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "retouch", "key")
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError, UserError):
+        path = (_state() or Path(os.devnull)) / "key"
         if not path.is_file() or path.stat().st_size != KEY_LETTERS:
             with replacing(path, private=True) as temporary:
                 temporary.write_text(secrets.token_hex(), encoding="utf-8")

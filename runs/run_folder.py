@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from foundation.files import read_bytes, reading, reason, remove_temporary, replacing
+from foundation.files import link_below, read_bytes, reading, reason, remove_temporary, replacing
 
 log = logging.getLogger("retouch")
 
@@ -103,7 +103,8 @@ class RunFolder:
 
     def remove_unfinished(self) -> None:
         """Remove the temporary files and folders of a killed run, but not those of this process."""
-        remove_temporary([path for depth in ("", "*/", "*/*/") for path in self.path.glob(f"{depth}.*.tmp")])
+        found = (path for depth in ("", "*/", "*/*/") for path in self.path.glob(f"{depth}.*.tmp"))
+        remove_temporary(path for path in found if link_below(self.path, path) is None)
 
     def weights(self, kind: str, name: str) -> Path:
         """Return a folder of weights: step-000100, last or best, below the adapter's folder."""
@@ -121,11 +122,11 @@ class RunFolder:
         return _by_step(self.path.glob(f"{kind}/step-*"))
 
     def lora_files(self) -> dict[str, Path]:
-        """Return the LoRA files in `last`, `best` and, of the newest export, `export`; without links to elsewhere."""
+        """Return the LoRA files in `last`, `best` and, of the newest export, `export`; without links."""
         found = {}
         for place in ("*/last", "*/best", "export"):
             for path in sorted(self.path.glob(f"{place}/[!.]*.safetensors"), key=lambda path: path.lstat().st_mtime):
-                if path.resolve().is_relative_to(self.path.resolve()) and "-of-" not in path.name:  # a transformer's
+                if link_below(self.path, path) is None and "-of-" not in path.name:  # a transformer's
                     found[path.parent.name] = path
         return found
 
@@ -144,14 +145,14 @@ class RunFolder:
     def ask(self, name: str) -> None:
         """Request one of `REQUESTS` from the running run; raises FileNotFoundError if it does not train."""
         request = self.requests / REQUESTS[REQUESTS.index(name)]
-        if self.requests.is_symlink() or request.is_symlink():
-            raise FileNotFoundError(f"{request} is a link")
+        if link := link_below(self.path, request):
+            raise FileNotFoundError(f"{link} is a link")
         request.touch()
 
     def close_requests(self) -> None:
         """Remove all requests, and their folder unless it contains other files."""
         with suppress(OSError):
-            for name in REQUESTS:
+            for name in REQUESTS if link_below(self.path, self.requests) is None else ():
                 (self.requests / name).unlink(missing_ok=True)
             self.requests.rmdir()
 
@@ -161,7 +162,7 @@ class RunFolder:
         for path in (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names):
             name = path.relative_to(self.path).as_posix()
             shown = name.isprintable() and "/." not in f"/{name}" and path.parent != self.requests
-            if shown and path.is_file() and not path.is_symlink():
+            if shown and path.is_file() and link_below(self.path, path) is None:
                 with suppress(FileNotFoundError):  # removed since
                     facts = path.stat()
                     found[name] = [facts.st_size, facts.st_mtime_ns]
@@ -183,7 +184,7 @@ class RunFolder:
     def remove_leftovers(self) -> None:
         """Remove the output of a run that saved nothing."""
         for path in self.leftovers():
-            if path.is_dir():
+            if path.is_dir() and link_below(self.path, path) is None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)

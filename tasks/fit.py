@@ -28,6 +28,7 @@ from cli.terminal import is_first_process, line_for_users, log, silence_librarie
 from datamodules.cached import CachedDataModule
 from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
+from foundation.files import link_below
 from foundation.internals import train_without_steps
 from report.commands import predict_command
 from report.images import last_strips
@@ -182,7 +183,8 @@ def announced(run: RunFolder, addresses: Any, loggers: list[Any]) -> Iterator[No
         raise
     finally:
         if is_first_process():
-            title, grid = f"{'/'.join(run.path.parts[-2:])} {how}", str(run.grid) if run.grid.is_file() else None
+            title = f"{'/'.join(run.path.parts[-2:])} {how}"
+            grid = str(run.grid) if run.grid.is_file() and not link_below(run.path, run.grid) else None
             alert(loggers, title, level, text=text)
             for sent in services.notify(text or title, title, attach=grid) if services else ():
                 if not sent:

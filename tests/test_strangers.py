@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import struct
+import sys
 from contextlib import suppress
 
 import pytest
@@ -21,7 +22,8 @@ from foundation.errors import UserError
 from lightning_modules.pretrained import single_file
 from lightning_modules.pretrained.repository import component_class, component_config
 from report.images import read_strip
-from report.quoting import literal
+from report.quoting import key_of, literal
+from runs.config_file import is_own
 from runs.run_folder import RunFolder
 from tests.support.commands import ROOT, lora_bytes, short
 from tests.support.harm import payload, typed
@@ -85,13 +87,31 @@ class Touch(Callback):
         "optimizer.lr=1,2",
         "optimizer.lr=glob(*)",
         "notify=json://host",
+        "+notify=json://host",
+        "++notify=json://host",
+        "~notify",
+        "notify@data=json://host",
+        "notify/x=json://host",
+        "++notify.x=json://host",
+        "+logger.wandb.api_key=x",
+        "objective/loss/path=os.system",
         "data.prefix=a\nb",
         "data.prefix=\x1b]0;x\x07",
     ],
 )
 def test_settings_of_a_page_a_queue_or_a_run_are_values(setting):
+    before = dict(os.environ)
     with pytest.raises(UserError, match=r"is not accepted here|there is no such choice|several values are a sweep"):
         read_values([setting], "train")
+    assert dict(os.environ) == before, "checking changes nothing"
+
+
+@pytest.mark.parametrize("start", ["", "+", "++", "~"])
+@pytest.mark.parametrize(
+    ("key", "end"), [("notify", "=json://a=b@c"), ("model/quantization", "@data=fp8"), ("a.b", "=")]
+)
+def test_a_key_is_compared_as_hydra_reads_it(start, key, end):
+    assert key_of(f"{start}{key}{end}") == OverridesParser.create().parse_override(f"{start}{key}=").key_or_group == key
 
 
 @pytest.mark.parametrize(
@@ -156,11 +176,66 @@ def test_hydras_own_settings_of_a_foreign_run_are_not_composed(run, runs, copied
     settings.hydra.callbacks.evil = {"_target_": "my_evil.Evil"}
     (tmp_path / "my_evil.py").write_text(EVIL_CALLBACK.replace("FOLDER", str(tmp_path)))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_evil", raising=False)
     OmegaConf.save(settings, folder / "config.yaml")
     assert "trust=true" in run("train", f"output_dir={folder}", "ckpt_path=last", ok=False).error
     assert not (tmp_path / "marker").exists()
     run("train", f"output_dir={folder}", "ckpt_path=last", "trust=true", ok=False)
     assert (tmp_path / "marker").exists(), "with trust it is the command line's"
+
+
+@pytest.fixture
+def own(runs, copied, tmp_path, monkeypatch):
+    """Return a stopped run of this machine; my_evil.Evil is a callback of Hydra that leaves a marker."""
+    (tmp_path / "my_evil.py").write_text(EVIL_CALLBACK.replace("FOLDER", str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_evil", raising=False)
+    return copied(runs(2))
+
+
+WAYS = {
+    "resumed": ["output_dir={}", "ckpt_path=last"],
+    "repeated": ["-cp", "{}", "-cn", "config", "output_dir={}-2", "--config-path={}"],
+    "named": ["-cn", "../{relative}/config", "output_dir={}-2"],
+    "swept": ["-cp", "{}", "-cn", "config", "output_dir={}-2", "-m"],
+}
+EVIL_SETTINGS = {"hydra": {"callbacks": {"evil": {"_target_": "my_evil.Evil"}}}}
+
+
+def arguments_of(way, folder):
+    return [one.format(folder, relative=os.path.relpath(folder, ROOT)) for one in WAYS[way]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_settings_that_were_checked_are_those_that_are_composed(run, own, way, tmp_path, monkeypatch):
+    """Somebody replaces the file between the check and its use."""
+
+    replacements = []
+
+    def replaced(content):
+        checked = is_own(content)
+        replacements.append(checked)
+        settings = OmegaConf.merge(OmegaConf.load(own / "config.yaml"), EVIL_SETTINGS)
+        OmegaConf.save(settings, own / "config.yaml")
+        return checked
+
+    monkeypatch.setattr("cli.arguments.is_own", replaced)
+    run("train", *arguments_of(way, own))
+    assert replacements
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("way", "beside"),
+    [("swept", "hydra/launcher/basic"), *((way, "hydra/config") for way in WAYS), ("repeated", "hydra/env/default")],
+)
+def test_nothing_next_to_checked_settings_is_composed(run, own, way, beside, tmp_path):
+    evil = {"_target_": "my_evil.Evil"} if "launcher" in beside else EVIL_SETTINGS["hydra"]
+    path = own / f"{beside}.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(OmegaConf.to_yaml(evil))
+    run("train", *arguments_of(way, own))
+    assert not (tmp_path / "marker").exists()
 
 
 def test_own_runs_with_own_callbacks_resume_and_extend_without_trust(run, tiny, pairs, tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ import psutil
 
 from cli.arguments import read_values
 from foundation.errors import UserError, printable
-from foundation.files import read_bytes, reading, reason, replacing
+from foundation.files import link_below, read_bytes, reading, reason, replacing
 from foundation.locks import LOCK, Holder, holder, in_use, lock_content, open_own
+from report.quoting import argument
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
@@ -50,6 +51,12 @@ def run_below(outputs: Path, place: str) -> RunFolder:
     return RunFolder(outputs.joinpath(*parts))
 
 
+def require_no_link(outputs: Path, path: Path) -> None:
+    """Raise a UserError if a path below the folder of the runs is a link, or below one."""
+    if link := link_below(outputs, path):
+        raise UserError(f"{link} is a link, and the page writes through none. Use the command line, or replace it.")
+
+
 class Jobs:
     """Started processes, and a queue that all pages on a folder share. Before a start, `free` releases memory."""
 
@@ -67,6 +74,8 @@ class Jobs:
         with self._one_thread:
             if _is_used(run.path):
                 raise UserError(f"{run} is in use by another command. Wait until it ends.")
+            for path in (run.path, *run.path.glob("*"), *run.samples.glob("*")):
+                require_no_link(self.outputs, path)
             run.path.mkdir(parents=True, exist_ok=True)
             with open_own(run.log) as log, open_own(run.path / LOCK) as lock:
                 lock.write(lock_content(os.getpid()))
@@ -95,6 +104,7 @@ class Jobs:
     @contextmanager
     def changing(self) -> Iterator[dict[str, list[str]]]:
         """Temporarily keep other pages out of the queue, and save it at the end."""
+        require_no_link(self.outputs, self._queue)
         with in_use(self._queue.parent, wait=True), replacing(self._queue, private=True) as temporary:
             waiting = self.waiting()  # it may contain passwords of URLs
             temporary.write_text(json.dumps(waiting), encoding="utf-8")  # else a full disk is noticed after a start
@@ -117,7 +127,7 @@ class Jobs:
         """Start a run of the queue, whose file anybody may have written."""
         run = run_below(self.outputs, folder)
         *settings, place = arguments
-        if place != f"output_dir={folder}" or str(run) != folder:
+        if place != argument("output_dir", folder) or str(run) != folder:
             raise UserError(f"{place!r:.99} is not the run's output_dir")
         read_values(settings, "train")
         self.start(arguments, run)

@@ -1,10 +1,9 @@
 """Changes to a run's folder by a person: note, star, name, removal; and the files of its LoRA to take away."""
 
+import re
 import shutil
-from contextlib import suppress
 from urllib.parse import urlencode
 
-from omegaconf.errors import OmegaConfBaseException
 from rich.filesize import decimal
 from starlette.datastructures import FormData
 from starlette.requests import Request
@@ -12,10 +11,12 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
 from extras.page.answers import entry, page, post
-from extras.page.jobs import Jobs, run_below, user_of
-from extras.page.runs import Shelf, resolved, state_of, tail
+from extras.page.jobs import Jobs, require_no_link, run_below
+from extras.page.runs import Shelf, mean_rank, state_of, tail
 from foundation.errors import UserError, count_of, printable
 from foundation.files import replacing
+from foundation.locks import LOCK
+from report.quoting import argument
 from runs.run_folder import RunFolder
 
 # Letters of a note, and ends of the names under which files of a LoRA are saved.
@@ -43,6 +44,7 @@ class KeepPage:
     def note(self, request: Request, form: FormData) -> Response:
         """Save the note of a run, or begin it with a star or without."""
         run = self.shelf.get(str(form.get("run")))
+        require_no_link(self.shelf.outputs, run.note)
         text = str(form.get("note", tail(run.note)))[:LONGEST_NOTE]
         if "star" in form:
             text = str(form["star"]) + text.lstrip("★ ")
@@ -75,23 +77,29 @@ class KeepPage:
         return HTMLResponse("", headers={"hx-redirect": "/runs"})
 
     def _unused(self, form: FormData) -> RunFolder:
-        """Return the run of a form; raise a UserError if a command uses it, or if it is below a link."""
+        """Return the run of a form; raise a UserError if a command uses a folder of it, or if it is below a link."""
         run = self.shelf.get(str(form.get("run")))
-        if state_of(run) == "running" or user_of(run.path / "export"):
-            raise UserError(f"{run} is in use by a command. Wait until it ends.")
-        if run.path.parent != self.shelf.outputs and run.path.parent.is_symlink():
-            raise UserError(f"{run.path.parent} is a link. Change its runs where they are.")
+        require_no_link(self.shelf.outputs, run.path.parent)
+        for folder in (lock.parent for lock in run.path.rglob(LOCK)):
+            if state_of(RunFolder(folder)) == "running":
+                raise UserError(f"{folder} is in use by a command. Wait until it ends.")
         return run
 
     def export(self, request: Request, form: FormData) -> Response:
-        """Write the last LoRA for ComfyUI, of a T-LoRA with its full rank."""
-        run, rank = self.shelf.get(str(form.get("run"))), []
+        """Write the last LoRA for ComfyUI, of a T-LoRA with the rank in the form."""
+        run, rank = self.shelf.get(str(form.get("run"))), str(form.get("rank", "")).strip()
         if "last" not in run.lora_files():
             raise UserError(f"{run} has no LoRA yet")
-        with suppress(OSError, OmegaConfBaseException):  # without its settings it is a plain LoRA
-            kind, most = (resolved(run.config, f"adapter.{key}") for key in ("rank_schedule", "rank"))
-            rank = [f"rank={most}"] if kind not in (None, "constant") and isinstance(most, int) else []
+        if (mean := mean_rank(run)) is not None and not re.fullmatch("[1-9][0-9]{0,4}", rank):
+            what = f"rank={printable(rank)[:99]}: other programs need one rank of this T-LoRA"
+            raise UserError(f"{what}. Write a whole number, such as {mean}, the mean of its schedule.")
         job = RunFolder(run.path / "export")
-        more = [f"lora={run}", "format=comfyui", "overwrite=true", *rank, f"output_dir={job}"]
+        more = [
+            argument("lora", str(run)),
+            "format=comfyui",
+            "overwrite=true",
+            *([f"rank={rank}"] if mean else []),
+            argument("output_dir", str(job)),
+        ]
         self.jobs.start(["task=export", *more], job, "predict")
         return HTMLResponse("", headers={"hx-trigger": "changed"})

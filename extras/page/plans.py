@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extras.page.jobs import Jobs, user_of
+from extras.page.jobs import Jobs, require_no_link, user_of
 from foundation.errors import UserError
 from foundation.files import read_bytes
 from foundation.locks import LOCK
+from report.quoting import argument
 from runs.config_file import MOST_BYTES
 from runs.run_folder import RunFolder
 
@@ -32,8 +33,9 @@ class Plans:
         key = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
         run = RunFolder(self.folder / key)
         if user_of(run.path) is None and (again or "╰" not in _printed(run)):
+            require_no_link(self.jobs.outputs, run.log)
             run.log.unlink(missing_ok=True)
-            self.jobs.start([*arguments, f"output_dir={run}", "task=dry_run"], run)
+            self.jobs.start([*arguments, argument("output_dir", str(run)), "task=dry_run"], run)
         return key
 
     def state(self, key: str) -> dict[str, Any]:

@@ -31,6 +31,11 @@ def time_left(metrics: Sequence[Mapping[str, str]], max_steps: Any, written: flo
     return until(max(0, written + pace * (max_steps - int(last["step"])) - time.time()))
 
 
+def mean_of_schedule(most: float, least: float, alpha: float) -> int:
+    """Return the mean of a `RankSchedule` over the timesteps, as a rank; without the import of PyTorch."""
+    return max(1, round(sum(least + (step / 1000) ** alpha * (most - least) // 1 for step in range(1000)) / 1000))
+
+
 def cards() -> list[tuple[str, int, int]]:
     """Return name and bytes of memory, in use and in all, of each NVIDIA card of this machine."""
     with suppress(pynvml.NVMLError):  # no driver

@@ -27,14 +27,14 @@ from starlette.routing import Route
 from cli.arguments import require_own
 from cli.resuming import OF_A_START
 from extras.page.answers import page, post
-from extras.page.jobs import Jobs, user_of
-from extras.page.progress import advice, memory, monitored, time_left
+from extras.page.jobs import Jobs, require_no_link, user_of
+from extras.page.progress import advice, mean_of_schedule, memory, monitored, time_left
 from foundation.errors import UserError, listing, printable
 from foundation.files import read_bytes, reading, reason, require_file
 from foundation.locks import LOCK
 from foundation.settings import flat_settings
 from report.images import compared_rows, opened_png, read_strip, sample_files, sample_rows
-from report.quoting import program, shareable
+from report.quoting import argument, override, program, shareable
 from report.tables import COLORS, compared_curves, curves, headline, last_metrics, read_metrics, read_validation
 from runs.config_file import read_config, resolvable
 from runs.run_folder import REQUESTS, RunFolder
@@ -151,6 +151,15 @@ def resolved(path: Path, key: str) -> Any:
 @lru_cache(1000)
 def _resolved(path: Path, modified: int, key: str) -> Any:
     return OmegaConf.select(OmegaConf.create(resolvable(path)), key, throw_on_resolution_failure=False)
+
+
+def mean_rank(run: RunFolder) -> int | None:
+    """Return the mean rank of a T-LoRA's schedule over the timesteps; None for a LoRA of one rank."""
+    keys = ("rank_schedule", "rank", "min_rank", "alpha_rank_scale")
+    with suppress(OSError, ValueError, TypeError, ArithmeticError, OmegaConfBaseException):
+        kind, *figures = (resolved(run.config, f"adapter.{key}") for key in keys)
+        return None if kind in (None, "constant") else mean_of_schedule(*map(float, figures))
+    return None
 
 
 def state_of(run: RunFolder) -> str:
@@ -305,6 +314,7 @@ class RunsPage:
                 log=log,
                 trains=run.requests.is_dir(),
                 files=run.lora_files(),
+                rank=mean_rank(run),
                 export=exported and _last_words(exported),
                 exports=user_of(job.path) is not None,
                 asked=[one for one in REQUESTS if (run.requests / one).exists()],
@@ -315,10 +325,10 @@ class RunsPage:
 
     def _commands(self, run: RunFolder, state: str) -> dict[str, str]:
         """Return the commands that do the same as the buttons."""
-        quoted = shlex.quote(str(run))
         if state == "running":
-            return {name: f"touch {quoted}/requests/{name}" for name in REQUESTS}
-        return {"resume": f"{program('train')} output_dir={quoted} ckpt_path=last"} if state == "stopped" else {}
+            return {name: f"touch {shlex.quote(str(run.requests / name))}" for name in REQUESTS}
+        resume = f"{program('train')} {override('output_dir', str(run))} ckpt_path=last"
+        return {"resume": resume} if state == "stopped" else {}
 
     def compare(self, request: Request) -> Response:
         """Show the curves of several runs, and the settings that differ."""
@@ -367,6 +377,7 @@ class RunsPage:
             raise HTTPException(404, f"a run is asked for {listing(list(REQUESTS))}, not {what}")
         if state_of(run) != "running":
             raise UserError(f"{run} does not run")
+        require_no_link(self.shelf.outputs, run.requests / what)
         owner = user_of(run.path)
         if what == "stop" and not run.requests.is_dir() and owner is not None and owner.is_here:
             os.kill(owner.pid, signal.SIGTERM)  # Windows ends it at once
@@ -383,5 +394,5 @@ class RunsPage:
         if state_of(run) != "stopped":
             raise UserError(f"{run} cannot be resumed: it is {state_of(run)}")
         require_own(run.config)
-        self.jobs.start([f"output_dir={run}", "ckpt_path=last"], run)
+        self.jobs.start([argument("output_dir", str(run)), "ckpt_path=last"], run)
         return HTMLResponse("", headers={"hx-refresh": "true"})

@@ -1,6 +1,7 @@
 """The tab Start: a form made from conf/, its command and dry run next to it, and the queue."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -26,11 +27,11 @@ from extras.page.plans import Plans
 from extras.page.progress import cards, until
 from extras.page.runs import Shelf, settings_of, started
 from foundation.catalogue import catalogue
-from foundation.errors import UserError, without_credentials
+from foundation.errors import UserError, printable, without_credentials
 from foundation.files import reading
 from foundation.internals import compose_settings
 from foundation.settings import CONF, Setting, declared, flat_settings, text_kind
-from report.quoting import SECRET, is_parsed, literal
+from report.quoting import argument, has_secret, is_parsed, key_of, literal
 from report.tables import last_metrics
 from runs.run_folder import RunFolder
 
@@ -63,7 +64,7 @@ def fields() -> dict[str, Setting]:
     """Return the settings of the form: those with a rule and a help text, after the ones that --help lists."""
     known = declared("train")
     ordered = {**known.listed(), **{key: one for key, one in known.settings.items() if one.rule and one.help}}
-    return {key: one for key, one in ordered.items() if not (key in OF_A_START or "._" in key or SECRET.search(key))}
+    return {key: one for key, one in ordered.items() if not (key in OF_A_START or "._" in key or has_secret(key))}
 
 
 def heading_of(key: str) -> str:
@@ -106,11 +107,11 @@ def typed(value: Any) -> str:
 
 
 def _differing(settings: Any, defaults: Any, start: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the settings that differ from the defaults; + precedes the key of one that these lack."""
+    """Yield the settings without secrets that differ from the defaults; + precedes a key that these lack."""
     for key, value in settings.items():
         if isinstance(value, dict) and isinstance(defaults.get(key, {}), dict):
             yield from _differing(value, defaults.get(key, {}), f"{start}{key}.")
-        elif value != defaults.get(key, ...):
+        elif value != defaults.get(key, ...) and not has_secret(f"{start}{key}", value):
             text = typed(value)
             if text_kind(f"{start}{key}") == "text" and isinstance(value, str):
                 text = literal(value) if is_parsed(f"{start}{key}", value) else value
@@ -121,7 +122,7 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
     """Return the content of the form that starts a run again, without secrets; more: other settings, one a line.
 
     Raises:
-        UserError: its config.yaml is damaged, or chooses what is not in conf/.
+        UserError: its config.yaml is damaged, chooses what is not in conf/, or has a key or text that is not one line.
     """
     settings = {"model_name": "", **settings_of(run)}
     with reading(run.config, "repair it"):
@@ -132,11 +133,13 @@ def asked_by(run: RunFolder, script: str = "train") -> dict[str, str]:
         usual = composed(f"model={recorded['model']}", script=script).hydra.runtime.choices
     asked = {key: one for key, one in recorded.items() if one != usual.get(key, one)}
     asked["model"] = recorded["model"]
-    own = {key: value for key, value in settings.items() if key not in (*OF_A_START, "model_name")}
+    own = {key: value for key, value in settings.items() if key_of(str(key)) not in (*OF_A_START, "model_name")}
     defaults = OmegaConf.to_container(composed(*(f"{group}={one}" for group, one in asked.items()), script=script))
     found = {key: value for key, value in _differing(own, defaults) if without_credentials(value) == value}
+    if other := [key for key, one in found.items() if not f"{key}={one}".isprintable()]:
+        raise UserError(f"{run.config}: {printable(other[0])} does not fit in the form. Repeat this run by a command.")
     asked |= {key: value for key, value in found.items() if key in fields()}
-    more = [f"{key}={value}" for key, value in found.items() if key not in asked and not SECRET.search(key)]
+    more = [f"{key}={value}" for key, value in found.items() if key not in asked]
     return {**asked, "more": "\n".join(more)}
 
 
@@ -158,7 +161,7 @@ def arguments_of(asked: FormData) -> list[str]:
     texts = {name: str(one) if text_kind(name) == "text" else str(one).strip() for name, one in asked.items()}
     named = [f"{name}={texts[name]}" for name in (*GROUPS, *fields()) if texts.get(name)]
     lines = [line.lstrip() for line in str(asked.get("more", "")).splitlines()]  # a prefix may end in a blank
-    plain = [line if text_kind(line.lstrip("+").partition("=")[0]) == "text" else line.rstrip() for line in lines]
+    plain = [line if text_kind(key_of(line)) == "text" else line.rstrip() for line in lines]
     settings = [*named, *filter(None, plain)]
     read_values(settings, "train")
     return settings
@@ -232,9 +235,9 @@ class StartPage:
         asked = run_below(self.outputs, name if {*name} & {*"/\\"} else f"{self.outputs}/{name}")
         ends = ("", *(f"-{index}" for index in range(2, 10_000)))
         runs = (RunFolder(f"{asked}{end}") for end in ends)
-        run = next(one for one in runs if not one.path.exists() and str(one) not in waiting)
+        run = next(one for one in runs if not os.path.lexists(one.path) and str(one) not in waiting)
         settings, cfg = self._complete(form)
-        arguments = [*settings, f"output_dir={run}"]
+        arguments = [*settings, argument("output_dir", str(run))]
         if form.get("when") == "now":
             self.jobs.start(arguments, run)
             name = run.path.relative_to(self.outputs).as_posix()

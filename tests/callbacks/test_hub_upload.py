@@ -78,6 +78,38 @@ def test_last_and_best_arrive_with_their_cards(hub, gallery, copied, said):
     assert said.messages[-2:] == [f"uploading to {NAME}", f"uploaded: {constants.ENDPOINT}/{NAME}"]
 
 
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("lora", "private"),
+        ("lora/last", "private/last"),
+        ("lora/best", "private/best"),
+        ("lora/best", "run/checkpoints"),
+        ("lora/best", "run/lora/last"),
+        ("lora/best", "nowhere"),
+        ("lora/last/more", "private"),
+        ("lora/last/deep/more.txt", "private/last/secret.txt"),
+        ("lora/last/[x].txt", "private/last/secret.txt"),
+    ],
+)
+def test_nothing_is_published_through_a_link(hub, gallery, copied, said, tmp_path, link, target):
+    run, private = RunFolder(copied(gallery("shown"))), tmp_path / "private"
+    for name in ("last", "best"):
+        (private / name).mkdir(parents=True)
+        (private / name / "secret.txt").write_text("secret")
+    (run.path / "lora/last/deep").mkdir()
+    at = run.path / link
+    if at.is_dir():
+        at.rename(tmp_path / "moved")
+    at.symlink_to(run.path / target[4:] if target.startswith("run/") else tmp_path / target)
+    uploads.push_to_hub(run, "lora", NAME, True)
+    assert b"secret" not in hub.files.values()
+    assert ("best/README.md" in hub.files) == (link not in ("lora", "lora/best"))
+    assert not [name for name in hub.files if name.endswith("ckpt")]
+    [note] = [line for line in said.messages if "link" in line]
+    assert Path(link).name in note
+
+
 def test_hub_that_fails_costs_one_line(hub, gallery, said):
     response = httpx2.Response(401, request=httpx2.Request("POST", "http://hub"))
     hub.failure, folder = HfHubHTTPError(f"401 of {TOKEN}", response=response), gallery("plain").folder

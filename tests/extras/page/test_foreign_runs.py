@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from PIL import Image
@@ -12,8 +14,11 @@ from starlette.testclient import TestClient
 
 from extras.page.jobs import Jobs
 from extras.page.runs import Shelf
-from foundation.errors import printable
+from extras.page.start import asked_by
+from foundation.errors import UserError, printable
 from foundation.locks import lock_content
+from foundation.settings import flat_settings
+from runs.run_folder import REQUESTS, RunFolder
 from tests.extras.page.conftest import BASE, write_run
 from tests.support.harm import BILLION_LAUGHS, payload, typed
 
@@ -131,7 +136,7 @@ def test_the_output_of_a_command_is_appended_to_no_link(client, outputs, tmp_pat
     (tmp_path / "bashrc").write_text("mine")
     run.log.symlink_to(tmp_path / "bashrc")
     jobs = Jobs(outputs, lambda: None)
-    with pytest.raises(Exception, match="is a link or a pipe"):
+    with pytest.raises(Exception, match="is a link"):
         jobs.start(["x=1"], run)
     assert (tmp_path / "bashrc").read_text() == "mine"
     answer = client.post("/resume", data={"run": "bad"}, headers={"hx-request": "true"})
@@ -150,6 +155,98 @@ def test_a_request_is_written_through_no_link(outputs, tmp_path):
     with pytest.raises(FileNotFoundError):
         run.ask("stop")
     assert not list(elsewhere.iterdir())
+
+
+def everything(folder):
+    """Return the content of each file below a folder, by its path."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("address", "form", "link", "target"),
+    [
+        ("/export", {}, "run/export", "elsewhere"),
+        ("/export", {}, "run/export", "run/checkpoints"),
+        ("/export", {}, "run/export", "outputs/first"),
+        ("/export", {}, "run", "elsewhere"),
+        ("/note", {"note": "x"}, "run", "elsewhere"),
+        ("/note", {"star": "★ "}, "sweep", "elsewhere"),
+        ("/note", {"note": "x"}, "run/note.txt", "elsewhere/dangling"),
+        ("/ask", {"request": "save"}, "run/requests", "elsewhere"),
+        ("/ask", {"request": "save"}, "run/requests/save", "elsewhere/new"),
+        ("/ask", {"request": "sample"}, "sweep", "elsewhere"),
+        ("/resume", {}, "run/checkpoints", "elsewhere"),
+        ("/resume", {}, "run/samples", "elsewhere"),
+        ("/resume", {}, "run/samples/step-000008", "elsewhere"),
+        ("/resume", {}, "run/lora", "elsewhere"),
+        ("/resume", {}, "run/metrics.csv", "elsewhere/file"),
+        ("/resume", {}, "run/log.txt", "run/note.txt"),
+        ("/resume", {}, "sweep", "elsewhere"),
+        ("/rename", {"name": "x"}, "sweep", "elsewhere"),
+        ("/delete", {"sure": "yes"}, "sweep", "elsewhere"),
+        ("/plan", {"adapter.rank": "4"}, "outputs/.plans", "elsewhere"),
+        ("/start", {"when": "next", "output_dir": "new"}, "outputs/.queue", "elsewhere"),
+        ("/start", {"when": "now", "output_dir": "new"}, "outputs/new", "elsewhere/dangling"),
+    ],
+)
+def test_the_page_writes_and_deletes_through_no_link(
+    client, outputs, tmp_path, monkeypatch, address, form, link, target
+):
+    """Neither to another place nor to one within the run, wherever on the way the link is."""
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **_: started.append(arguments))
+    monkeypatch.setattr("extras.page.runs.state_of", lambda run: "stopped" if address == "/resume" else "running")
+    monkeypatch.setattr("extras.page.runs.require_own", lambda config: b"")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "file").write_text("private")
+    write_run(elsewhere / "run", 4, "x")
+    bad = write_run(outputs / "bad/run", 4, "x")
+    for folder in ("checkpoints", "requests", "lora/last"):
+        for run in (bad, RunFolder(elsewhere / "run")):
+            (run.path / folder).mkdir(parents=True)
+    (bad.path / "lora/last/pytorch_lora_weights.safetensors").touch()
+    for path in ("log.txt", "note.txt", "lora/last/pytorch_lora_weights.safetensors"):
+        (elsewhere / "run" / path).touch()
+    places = {"run": bad.path, "sweep": bad.path.parent, "outputs": outputs, "elsewhere": elsewhere}
+    at, to = (places[one.partition("/")[0]].joinpath(*one.split("/")[1:]) for one in (link, target))
+    if at.is_dir():
+        shutil.rmtree(at)
+    at.unlink(missing_ok=True)
+    if link == "run":
+        to = elsewhere / "run"
+    at.symlink_to(to)
+    before = everything(tmp_path)
+    answer = client.post(address, data={"run": "bad/run", **form}, headers={"hx-request": "true"})
+    assert answer.status_code in (400, 404), answer.text
+    assert "is a link" in answer.text or "is not below" in answer.text
+    assert not started
+    assert everything(tmp_path) == before
+    assert not (elsewhere / "dangling").exists()
+
+
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_requests_are_removed_through_no_link(tmp_path, request_of):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / request_of).touch()
+    (tmp_path / "run").mkdir()
+    (run := RunFolder(tmp_path / "run")).requests.symlink_to(tmp_path / "elsewhere")
+    run.close_requests()
+    run.remove_leftovers()
+    assert everything(tmp_path).keys() == {tmp_path / "elsewhere" / request_of}
+
+
+def test_leftovers_are_removed_and_not_what_links_lead_to(tmp_path):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    for name in (".x.1.tmp", "image.png"):
+        (elsewhere / name).touch()
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.samples.symlink_to(elsewhere)
+    run.checkpoint.parent.symlink_to(elsewhere)
+    run.remove_unfinished()
+    run.remove_leftovers()
+    assert len(everything(elsewhere)) == 2
+    assert not os.path.lexists(run.samples)
 
 
 def test_a_queue_that_somebody_wrote_starts_nothing_and_holds_up_nobody(client, outputs, tmp_path, monkeypatch):
@@ -217,6 +314,42 @@ def test_forms_name_no_function(client, outputs, tmp_path, address, form):
     assert answer.status_code == 400
     assert "is not accepted here" in answer.text or "there is no such choice" in answer.text
     assert not (outputs / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"notify": "json://host"},
+        {"+notify": "json://host"},
+        {"++notify": ["json://host"]},
+        {"~notify": "json://host"},
+        {"notify@data": "json://host"},
+        {"seed=1\nnotify": "json://host"},
+        {"data": {"prefix": "x\nnotify=json://host"}},
+        {"data": {"prefix": "x\u2028notify=json://host"}},
+        {"logger": {"wandb": [{"api_key": "json://host"}]}},
+        {"seed": {"token": "json://host"}},
+        {"data": {"root": [{"path": "x", "+password": "json://host"}]}},
+        {"data": {"root": "${run_folder:last}"}},
+    ],
+    ids=lambda one: str(one).encode("ascii", "backslashreplace").decode()[:40],
+)
+def test_no_secret_of_a_run_from_elsewhere_travels_by_the_form(client, outputs, tmp_path, monkeypatch, settings):
+    """The page posts the form on load, before anybody has asked for anything."""
+    monkeypatch.chdir(tmp_path)
+    newest = RunFolder(outputs / "first").checkpoint
+    newest.parent.mkdir()
+    newest.touch()
+    before = dict(os.environ)
+    choices = {"hydra": {"runtime": {"choices": {"model": "embedded"}}}}
+    run = write_run(outputs / "bad", 4, "x", **{**choices, **settings})
+    assert "json://" not in client.get("/start?run=bad").text.partition('<section id="queue"')[0]
+    with suppress(UserError):
+        client.post("/start", data=asked_by(run), headers={"hx-request": "true"})
+    lines = [f"{key}={one}" for key, one in flat_settings(settings).items() if isinstance(one, str)]
+    for address in ("/start", "/start/form"):
+        client.post(address, data={"more": "\n".join(lines)}, headers={"hx-request": "true"})
+    assert dict(os.environ) == before
 
 
 def test_a_request_from_elsewhere_reads_nothing_of_its_query(client, outputs):

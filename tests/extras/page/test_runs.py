@@ -1,20 +1,29 @@
 """The tab Runs: the list, a run, runs compared, and the buttons."""
 
+import html
 import json
 import os
 import re
+import shlex
 import time
 
 import numpy as np
 import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from PIL import Image
 from starlette.testclient import TestClient
 
+from cli.arguments import read_arguments
+from extras.page.app import create_app
 from extras.page.jobs import Jobs
-from extras.page.progress import time_left
+from extras.page.progress import mean_of_schedule, time_left
 from extras.page.runs import Shelf, state_of
+from lightning_modules.adapters.rank_schedule import RankSchedule
 from report.images import read_strip
 from report.tables import last_metrics, read_metrics
+from runs.config_file import write_config
 from tests.extras.page.conftest import BASE, write_run
 
 
@@ -219,6 +228,18 @@ def test_a_run_is_renamed_within_its_folder_unless_it_is_in_use(client, outputs)
     assert run.config.is_file()
 
 
+@pytest.mark.parametrize("inner", ["inner", "a/b/c/inner", ".hidden", "export", "a/export", "samples/step-000004"])
+def test_a_run_around_a_running_one_is_neither_renamed_nor_deleted(client, outputs, inner):
+    run = write_run(outputs / "first" / inner / "run", 4, "x")
+    run_elsewhere(run)
+    for address, form in (("/rename", {"name": "snow"}), ("/delete", {}), ("/delete", {"sure": "yes"})):
+        status, text = say(client, address, run="first", **form)
+        assert (status, f"{run} is in use" in text) == (400, True)
+    assert run.config.is_file()
+    (run.path / ".lock").unlink()
+    assert say(client, "/delete", run="first", sure="yes") == (200, "/runs")
+
+
 def test_delete_asks_first_and_follows_no_link(client, outputs, tmp_path):
     elsewhere = write_run(tmp_path / "elsewhere/0", 4, "x")
     (outputs / "linked").symlink_to(elsewhere.path)
@@ -251,19 +272,102 @@ def test_lora_is_saved_under_the_name_of_the_run_and_a_link_is_not_sent(client, 
     assert client.get("/run?run=first").text.count('href="/lora?') == 1
 
 
-def test_export_starts_a_command_and_keeps_the_full_rank_of_a_tlora(client, outputs, monkeypatch):
+NAMES = ["${oc.env:HIDDEN}", r"\${oc.env:HIDDEN}", "${run_folder:last}", "~x", "a,b", 'it\'s "q"', "[a]{b}", "'a'"]
+NAMES += ["a=b", " a b", "\u96ea", "null", "--help", "$x #(c)", "@x*", "a\\"]
+
+
+def read_back(words, script):
+    """Return settings of a command by their keys, as Hydra reads them."""
+    given = OverridesParser.create().parse_overrides(read_arguments([*words, "--cfg", "job"], script)[:-2])
+    return {one.key_or_group: OmegaConf.create({"value": one.value()}).value for one in given}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_of_the_page_names_the_folder_of_its_run(client, outputs, monkeypatch, name):
+    monkeypatch.setenv("HIDDEN", "seen")
+    started = []
+    monkeypatch.setattr(
+        Jobs, "start", lambda self, words, run, script="train": started.append((words, str(run), script))
+    )
+    run = write_run(outputs / name, 4, "x")
+    write_config(run.config, {"model_name": "embedded"})
+    for file in (run.checkpoint, run.path / "lora/last/pytorch_lora_weights.safetensors"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert say(client, "/export", run=name)[0] == say(client, "/resume", run=name)[0] == 200
+    assert f"{shlex.quote(str(run))} ckpt_path=last" in html.unescape(client.get("/run", params={"run": name}).text)
+    for when in ("now", "next"):
+        assert say(client, "/start", output_dir=f"{outputs / name}", when=when, **{"data.root": "x"})[0] == 200
+    assert say(client, "/plan", **{"data.root": "x"})[0] in (200, 400), "its log is not written here"
+    (jobs := Jobs(outputs, lambda: None)).start_next()
+    assert not jobs.waiting()
+    assert [folder for _, folder, _ in started[:3]] == [f"{run}/export", f"{run}", f"{run}-2"]
+    assert len(started) == 5
+    for words, folder, script in started:
+        found = read_back([one for one in words if one != "ckpt_path=last"], script)
+        assert found["output_dir"] == folder
+        assert found.get("lora") in (None, str(run))
+
+
+@pytest.mark.parametrize("name", NAMES[:2] + NAMES[3:6])
+def test_a_run_of_any_name_is_exported(run, gallery, copied, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HIDDEN", "seen")
+    folder = copied(gallery("plain"), f"outputs/{name}")
+    words = []
+    monkeypatch.setattr(Jobs, "start", lambda self, arguments, run, script: words.extend(arguments))
+    with TestClient(create_app("the token", outputs=folder.parent), BASE) as client:
+        client.get("/", params={"token": "the token"})
+        say(client, "/export", run=name)
+    text = run("predict", *words).text
+    assert "seen" not in text
+    assert list((folder / "export").glob("*.safetensors"))
+    assert not [
+        path for path in tmp_path.rglob("*") if "seen" in f"{path}" or (path.is_file() and b"seen" in path.read_bytes())
+    ]
+
+
+def test_a_run_is_not_trained_in_a_folder_that_settings_would_resolve(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HIDDEN", "seen")
+    monkeypatch.chdir(tmp_path)
+    for name in ("${oc.env:HIDDEN}", "a/${seed}"):
+        line = run("train", f"output_dir={name}", ok=False).error
+        assert line == f"error: output_dir={name}: a run's folder cannot have ${{ in its name. Rename it."
+    assert "~nosuch" in run("train", "data.root=~nosuch/x", "output_dir=x", ok=False).error
+    assert {path.name for path in tmp_path.iterdir()} <= {"x", "outputs"}
+
+
+def test_the_export_of_a_tlora_asks_for_a_rank_and_proposes_the_mean_of_its_schedule(client, outputs, monkeypatch):
     started = []
     monkeypatch.setattr(Jobs, "start", lambda self, arguments, run, script: started.append((arguments, script)))
     assert "has no LoRA yet" in say(client, "/export", run="first")[1]
-    tlora = {"adapter": {"rank_schedule": "timestep", "rank": "${model.recipe.rank}"}, "model": {"recipe": {"rank": 8}}}
-    harm = {"adapter": {"rank_schedule": "timestep", "rank": {"_target_": "os.getcwd"}}}
-    runs = {name: write_run(outputs / name, 4, "x", **more) for name, more in (("third", tlora), ("harm", harm))}
-    for run in (Shelf(outputs).get("first"), *runs.values()):
+    schedule = {"rank_schedule": "timestep", "min_rank": 1, "alpha_rank_scale": 1.0}
+    tlora = {"adapter": {**schedule, "rank": "${model.recipe.rank}"}, "model": {"recipe": {"rank": 8}}}
+    late = {"adapter": {**schedule, "rank_schedule": "step_index", "rank": 16, "alpha_rank_scale": 3}}
+    harm = {"adapter": {**schedule, "rank": {"_target_": "os.getcwd"}}}
+    constant = {"adapter": {**schedule, "rank_schedule": "constant", "rank": 8}}
+    runs = {"first": {}, "third": tlora, "late": late, "harm": harm, "constant": constant}
+    for name, settings in runs.items():
+        run = Shelf(outputs).get(name) if name == "first" else write_run(outputs / name, 4, "x", **settings)
         (run.path / "lora/last").mkdir(parents=True)
         (run.path / "lora/last/pytorch_lora_weights.safetensors").touch()
-        say(client, "/export", run=run.path.name)
+    for name, mean in (("third", 4), ("late", 4)):
+        assert f'name="rank" inputmode="numeric" value="{mean}"' in client.get(f"/run?run={name}").text
+        for rank in ("", "0", "-1", "x", "1.5", "\u0663", "8]", "1" * 5000, "${seed}"):
+            status, text = say(client, "/export", run=name, rank=rank)
+            assert (status, f"such as {mean}, the mean of its schedule" in text) == (400, True)
+    assert not started
+    for name in ("first", "harm", "constant"):  # predict.py refuses a T-LoRA of unknown settings
+        assert 'name="rank"' not in client.get(f"/run?run={name}").text
+        say(client, "/export", run=name, rank="5")
+    say(client, "/export", run="third", rank=" 5 ")
     rest = ["format=comfyui", "overwrite=true"]
     assert started == [
         (["task=export", f"lora={outputs / name}", *rest, *rank, f"output_dir={outputs / name}/export"], "predict")
-        for name, rank in (("first", []), ("third", ["rank=8"]), ("harm", []))
+        for name, rank in (("first", []), ("harm", []), ("constant", []), ("third", ["rank=5"]))
     ]
+
+
+@pytest.mark.parametrize(("most", "least", "alpha"), [(16, 1, 1.0), (8, 0, 0.5), (64, 4, 3.0), (1, 0, 10.0)])
+def test_the_proposed_rank_is_the_mean_of_the_schedule(most, least, alpha):
+    ranks = RankSchedule("timestep", most, least, alpha).active_ranks(torch.arange(1000, 0, -1))
+    assert mean_of_schedule(most, least, alpha) == max(1, round(ranks.double().mean().item()))
