@@ -122,6 +122,13 @@ def require_file(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
 
 
+def is_below(path: Path, top: Path) -> bool:
+    """Return whether a path leads to a place below a folder, links followed; a hub's snapshot links to its blobs."""
+    top, real = Path(os.path.realpath(top)), Path(os.path.realpath(path))
+    blobs = [one.parents[1] / "blobs" for one in (top, *top.parents) if one.parent.name == "snapshots"]
+    return any(real.is_relative_to(one) for one in (top, *blobs))
+
+
 class Packed(ABC):
     """A file inside a larger one: a member of a tar, a cell of a table. Its `str` names it in messages.
 
