@@ -15,7 +15,8 @@ from foundation.errors import UserError
 CAPTION_KEYS = ("captions", "caption", "prompt")
 # YAML between `---`, or TOML between `+++`, before the text of a file.
 _FRONT_MATTER = re.compile(
-    r"""\A\s*(---|\+\+\+)[ \t]*\n(?=(\s*\#.*\n)*\s*["']?[\w -]+["']?[ \t]*[:=])(?s:.)*?^(\1|\.\.\.)[ \t]*(\n|\Z)""",
+    r"""\A\s*(---|\+\+\+)[ \t]*\n(?=(\s*+\#.*+\n)*+\s*+["']?[\w -]++["']?[ \t]*+[:=])"""
+    r"""(?s:.)*?^(\1|\.\.\.)[ \t]*(\n|\Z)""",
     re.M,
 )
 
@@ -59,7 +60,7 @@ def parsed(text: str, name: str) -> Any:
     """Return a text as it is, and the content of a JSON file; raises a UserError if it is malformed."""
     try:
         return json.loads(text) if name.lower().endswith(".json") else text
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
 
 

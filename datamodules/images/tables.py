@@ -15,7 +15,7 @@ from datamodules.images.captions import captions_of
 from datamodules.images.folders import is_image
 from datamodules.images.samples import Found, ImageFile, Root, Sample
 from foundation.errors import UserError, listing
-from foundation.files import Packed, is_below, read_text, reason, require_file
+from foundation.files import TABLE, Packed, is_below, read_text, reason, require_file
 
 # Names of a folder's table.
 TABLES = ("metadata.jsonl", "metadata.csv")
@@ -156,7 +156,7 @@ def _parsed(value: Any) -> list[Any]:
     if isinstance(value, str) and value.startswith("["):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return []
     return value if isinstance(value, list) else [value]
 
@@ -251,7 +251,7 @@ def file_table(path: Path) -> Table:
     Raises:
         UserError: the table is malformed or has no rows.
     """
-    text = read_text(path)
+    text = read_text(path, TABLE)
     rows = list(_csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text))
     if not rows:
         raise UserError(f"{path} has no rows")
@@ -314,7 +314,7 @@ def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(line, object_pairs_hook=read)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{table} line {number} is not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(row, dict):
             raise UserError(f"{table} line {number} is not an object of columns")
