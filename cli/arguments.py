@@ -160,6 +160,8 @@ def quote_values(arguments: list[str]) -> list[str]:
         key = given.lstrip("+")
         if (kind := text_kind(key)) and not is_parsed(key, value):
             value = os.path.expanduser(value) if kind == "path" else value  # a shell expands ~ only at a word's start
+            if kind == "path" and value.startswith("~") and not os.path.lexists(value):
+                raise UserError(f"{argument}: there is no such user. Write the whole path.")
             if kind == "path" and value.startswith("assets/") and not os.path.exists(value):  # an installed example
                 value = str(CONF.parent / value)
             if key.startswith("model.") and os.path.exists(value):  # predict.py reads it in other folders

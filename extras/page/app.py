@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from extras.page.answers import HERE, entry, mistake
+from extras.page.answers import HERE, REFUSED, entry, mistake
 from extras.page.data import DataPage
 from extras.page.folders import FoldersPage
 from extras.page.jobs import Jobs
@@ -160,7 +160,7 @@ def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard
         *StartPage(shelf, jobs).routes(),
         *FoldersPage(outputs.parent / "uploads").routes(),
     ]
-    mistakes: Any = dict.fromkeys((UserError, HTTPException, Exception), mistake)
+    mistakes: Any = dict.fromkeys((UserError, HTTPException, *REFUSED, Exception), mistake)
     return Guard(Starlette(routes=routes, exception_handlers=mistakes), token, local)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import re
 import secrets
 import shlex
@@ -25,7 +26,7 @@ from cli.check_keys import check_keys, check_read
 from cli.check_values import check_ranges
 from datamodules.images.recipe_images import recipe_image_of, with_controls, with_exchanges
 from datamodules.images.samples import Sample
-from extras.page.answers import entry, page, post
+from extras.page.answers import entry, number, page, post
 from extras.page.jobs import Jobs, user_of
 from extras.page.runs import DECODING, SMALL, Shelf, tail
 from extras.page.start import arguments_of, asked_by, composed, typed
@@ -144,8 +145,8 @@ class DataPage:
         found = dict.fromkeys(row["sample"] for row in rows if row["sample"] in samples)  # others are incomplete
         bare = [key for key, one in samples.items() if not (any(one.prompts) or caption_of(one)[0])]
         lists = {"all": found | samples, "findings": found, "no caption": bare, "proposed": self._proposed(samples)}
-        keys, first = list(entry(lists, asked.get("show", "all"))), asked.get("first", "")
-        shown = keys[(start := int(first) if first.isdecimal() else 0) : start + SHOWN]
+        keys, first = list(entry(lists, asked.get("show", "all"))), number(asked.get("first"))
+        shown = keys[(start := first) : start + SHOWN]
         if "sample" in asked:
             shown = [entry(samples, asked["sample"]).key]
             keys = keys if shown[0] in keys else list(lists["all"])
@@ -198,7 +199,7 @@ class DataPage:
     def found(self, request: Request, form: FormData) -> Response:
         """Show what the folder in the form of the tab Start contains."""
         root = str(form.get("data.root", "")).strip()
-        if not root or not Path(root).expanduser().exists():
+        if not root or not os.path.exists(os.path.expanduser(root)):
             return page("found.html", problem=root and "This machine has no such file or folder.")
         try:
             arguments = arguments_of(form)

@@ -27,7 +27,7 @@ ROLES = {"control": "control_images", "target": "training_images"}
 
 def content_of(folder: Path) -> str:
     """Describe a folder by its images: "pairs", "24 images", or nothing."""
-    if all(any((folder / one).is_dir() for one in names) for names in (CONTROL_FOLDERS, TARGET_FOLDERS)):
+    if all(any(os.path.isdir(folder / one) for one in names) for names in (CONTROL_FOLDERS, TARGET_FOLDERS)):
         return "pairs"
     with suppress(OSError), os.scandir(folder) as found:
         count = sum(is_image(one.name) for one in islice(found, MOST_ENTRIES))
@@ -48,8 +48,8 @@ class FoldersPage:
     def browse(self, request: Request, form: FormData) -> Response:
         """Show the folders in a folder; of one that does not exist, in the nearest that contains it."""
         asked = str(form.get("path", form.get("data.root", ""))).strip()
-        folder = Path(os.path.abspath(Path(asked if asked.isprintable() else "").expanduser()))
-        folder = next(one for one in (folder, *folder.parents) if one.is_dir())
+        folder = Path(os.path.abspath(os.path.expanduser(asked if asked.isprintable() else "")))
+        folder = next(one for one in (folder, *folder.parents) if os.path.isdir(one))
         inside = (
             one for one in subfolders(folder, MOST_ENTRIES) if one.name.isprintable() and not is_clutter(one.name)
         )
