@@ -24,6 +24,7 @@ from starlette.routing import Route
 from cli.arguments import hydras_errors, read_values
 from cli.check_keys import check_keys, check_read
 from cli.check_values import check_ranges
+from datamodules.images.captions import readable
 from datamodules.images.recipe_images import recipe_image_of, with_controls, with_exchanges
 from datamodules.images.samples import Sample
 from extras.page.answers import entry, number, page, post
@@ -62,8 +63,9 @@ class DataSet:
         if text != present:
             if file is None or not editable or before != present:
                 raise UserError(CHANGED.format(file))
+            content = _written(file, text)
             with replacing(file) as temporary:
-                temporary.write_text(text + "\n", encoding="utf-8")
+                temporary.write_bytes(content)
         self.samples[sample.key] = replace(sample, prompts=(text,))
 
     def mask_place(self, sample: Sample) -> tuple[Path | None, str]:
@@ -98,6 +100,11 @@ def caption_of(sample: Sample) -> tuple[str, bool]:
 
 def _text(typed: Any) -> str:
     return re.sub("\r\n?", "\n", str(typed)).strip()
+
+
+def _written(file: Path, text: str) -> bytes:
+    """Return a caption as it is written to a file; raise a UserError if it could not be read from there."""
+    return readable(f"{text}\n".encode(errors="surrogatepass"), str(file))
 
 
 def faults_of(sample: Sample, checked: "Usable | UserError") -> dict[str, str]:
@@ -263,7 +270,8 @@ class DataPage:
         for key, sample in data.samples.items():
             text, editable = caption_of(sample)
             if find and find in text and editable and sample.caption_file:
-                captions[sample.caption_file] = key, text, text.replace(find, by).strip()
+                _written(sample.caption_file, changed := text.replace(find, by).strip())
+                captions[sample.caption_file] = key, text, changed
         self.previews = {(token := secrets.token_hex(8)): (data, captions)}
         return page("replacement.html", find=find, by=by, token=token, captions=captions)
 

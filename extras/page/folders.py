@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from datamodules.images.captions import readable
 from datamodules.images.folders import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLDERS, is_clutter, is_image
 from datamodules.images.samples import CAPTION_SUFFIXES
 from extras.page.answers import page, post
@@ -70,10 +70,12 @@ class FoldersPage:
         folder = self.uploads / name / ROLES["target" if suffix in CAPTION_SUFFIXES else role]
         if any(one.is_symlink() for one in (self.uploads, self.uploads / name, folder)):
             raise UserError(f"{folder} is a link. Reload the page for a new folder.")
-        with replacing(folder / own) as temporary, temporary.open("wb") as stored:
-            shutil.copyfileobj(file.file, stored)
         prompt, caption = str(form.get("prompt", "")).strip(), (folder / own).with_suffix(".txt")
+        written = readable(f"{prompt}\n".encode(errors="surrogatepass"), str(caption))
+        content = file.file.read()
+        with replacing(folder / own) as temporary:
+            temporary.write_bytes(readable(content, own) if suffix in CAPTION_SUFFIXES else content)
         if prompt and role == "target" and suffix in IMAGE_SUFFIXES and not caption.exists():
             with replacing(caption) as temporary:
-                temporary.write_text(prompt + "\n", encoding="utf-8")
+                temporary.write_bytes(written)
         return Response(status_code=204)
