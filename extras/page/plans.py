@@ -3,10 +3,12 @@
 import hashlib
 import re
 import statistics
+import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from extras.page.jobs import Jobs, user_of
 from foundation.errors import UserError
@@ -22,22 +24,40 @@ SECONDS_OF_A_START = 5
 
 
 class Plans:
-    """Dry runs, each in a folder of its own: its lock is written at the start, its log until the end."""
+    """Dry runs, one at a time, each in a folder of its own: its lock is written at the start, its log until the end."""
 
     def __init__(self, jobs: Jobs, folder: Path) -> None:
         self.jobs, self.folder = jobs, folder
+        self._waiting: dict[str, list[str]] = {}  # arguments by key
+        self._key, self._process = "", cast(subprocess.Popen[bytes] | None, None)  # of the last one that was started
+        self._one_thread = threading.Lock()
 
     def start(self, arguments: Sequence[str], again: bool) -> str:
-        """Start a dry run, unless its result is kept or on its way, and return the key of its settings."""
+        """Start a dry run, or let it wait for others, unless its result is kept or on its way; return its key."""
         key = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
         run = RunFolder(self.folder / key)
-        if user_of(run.path) is None and (again or "╰" not in _printed(run)):
-            run.log.unlink(missing_ok=True)
-            self.jobs.start([*arguments, f"output_dir={run}", "task=dry_run"], run)
+        with self._one_thread:
+            on_its_way = key in self._waiting or key == self._current() or user_of(run.path) is not None
+            if not on_its_way and (again or "╰" not in _printed(run)):
+                run.log.unlink(missing_ok=True)
+                self._waiting[key] = [*arguments, f"output_dir={run}", "task=dry_run"]
+        self._start_next()
         return key
+
+    def _current(self) -> str | None:
+        return None if self._process is None or self._process.poll() is not None else self._key
+
+    def _start_next(self) -> None:
+        with self._one_thread:
+            if self._waiting and self._current() is None:
+                self._key = next(iter(self._waiting))
+                self._process = self.jobs.start(self._waiting.pop(self._key), RunFolder(self.folder / self._key))
 
     def state(self, key: str) -> dict[str, Any]:
         """Return a dry run's rows and notes, or its mistake; of a running one, its last line and its seconds."""
+        self._start_next()
+        if key in self._waiting:
+            return {"key": key, "now": "waiting for another estimate", "took": 0, "usual": None}
         run = RunFolder(self.folder / key)
         if not re.fullmatch(r"[0-9a-f]{16}", key) or not run.log.is_file():
             raise UserError("this estimate is not kept any more. Start it again.")

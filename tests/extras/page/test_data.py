@@ -237,9 +237,7 @@ def test_the_page_saves_no_caption_that_a_scan_refuses(client, root, opened, tex
     answers.append(client.post("/upload", data=prompt, files={"file": ("a.png", b"x")}, headers=HX))
     for answer in answers:
         assert answer.status_code == 400
-        assert (
-            "control character" in answer.text or "at most 1,048,576 bytes" in answer.text or "exceeded" in answer.text
-        )
+        assert re.search("is not UTF-8 text|at most 1,048,576 bytes|exceeded", answer.text)
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
     assert not list(root.parent.glob("uploads/*/*/*"))
 
@@ -251,14 +249,9 @@ def test_separators_and_an_empty_caption_are_saved_and_uploads_that_hold_no_capt
         assert client.post("/data/save", data=form, headers=HX).status_code == 200
         assert scan(client, root).status_code == 200
     assert file.read_text() == "é \U0001f600\n".replace("é", "\ufeffé")
-    for name, content in (
-        ("a.json", b"7"),
-        ("a.json", b"[" * 5000),
-        ("a.txt", "é".encode("utf-16")),
-        ("b.json", b"9" * 6000),
-    ):
+    for file in (("a.json", b"7"), ("a.json", b"[" * 5000), ("b.json", b"9" * 6000), ("a.txt", "é".encode("utf-16"))):
         form = {"role": "target", "folder": "new"}
-        assert client.post("/upload", data=form, files={"file": (name, content)}, headers=HX).status_code == 400
+        assert client.post("/upload", data=form, files={"file": file}, headers=HX).status_code == 400
 
 
 def painted(size=(50, 36), box=(10, 9, 20, 18)):
