@@ -56,20 +56,18 @@ class Plans:
     def state(self, key: str) -> dict[str, Any]:
         """Return a dry run's rows and notes, or its mistake; of a running one, its last line and its seconds."""
         self._start_next()
-        if key in self._waiting:
-            return {"key": key, "now": "waiting for another estimate", "took": 0, "usual": None}
-        run = RunFolder(self.folder / key)
-        if not re.fullmatch(r"[0-9a-f]{16}", key) or not run.log.is_file():
+        run, waits = RunFolder(self.folder / key), key in self._waiting
+        if not re.fullmatch(r"[0-9a-f]{16}", key) or not (waits or run.log.is_file()):
             raise UserError("this estimate is not kept any more. Start it again.")
         printed = _printed(run)
-        starting = time.time() - _started(run) < SECONDS_OF_A_START
-        if "╰" not in printed and (starting or user_of(run.path) is not None) and "error: " not in printed:
+        took = 0.0 if waits else time.time() - _started(run)
+        is_used = took < SECONDS_OF_A_START or user_of(run.path) is not None
+        if waits or ("╰" not in printed and is_used and "error: " not in printed):
             recent = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime)[-RECENT:]
             done = [one for one in map(RunFolder, recent) if "╰" in _printed(one)]
-            took = [one.log.stat().st_mtime - _started(one) for one in done]
-            now = (printed.split("\n")[:-1] or ["starting"])[-1]
-            usual = statistics.median(took) if took else None
-            return {"key": key, "now": now, "took": time.time() - _started(run), "usual": usual}
+            usual = [one.log.stat().st_mtime - _started(one) for one in done]
+            now = "waiting for another estimate" if waits else (printed.split("\n")[:-1] or ["starting"])[-1]
+            return {"key": key, "now": now, "took": took, "usual": statistics.median(usual) if usual else None}
         if "╰" not in printed:
             return {"mistake": printed.rpartition("error: ")[2] if "error: " in printed else "This estimate was ended."}
         rows: list[list[str]] = []
