@@ -72,7 +72,8 @@ class Guard:
     """Access to an application: a token, this machine's names, and requests by the page itself only.
 
     The token is passed once, as ?token=; then a cookie shows that it was. On 127.0.0.1 other host names are refused,
-    which a foreign site could point here (DNS rebinding). A link from elsewhere opens the list of runs at most.
+    which a foreign site could point here (DNS rebinding), but NAME.localhost are nobody's. A link from elsewhere opens
+    the list of runs at most.
     """
 
     def __init__(self, app: Any, token: str, local: bool) -> None:
@@ -107,7 +108,8 @@ class Guard:
         """Return the answer to a request without access, or to the first one with a token; else None."""
         host = request.headers.get("host", "")
         cookie = f"retouch-{request.url.port or 80}"
-        if self.local and urlsplit(f"//{host}").hostname not in LOCAL:
+        name = urlsplit(f"//{host}").hostname or ""
+        if self.local and name not in LOCAL and not name.endswith(".localhost"):
             return HTMLResponse("<p>Refused: this page is only for this machine.", 403)
         if _equal(request.query_params.get("token", ""), self.token) and request.method == "GET":
             place = html.escape(quote("/" + request.url.path.lstrip("/")))

@@ -45,7 +45,9 @@ def test_only_an_address_with_the_token_opens_the_page_and_its_cookie_keeps_it_o
 def test_another_name_of_this_machine_is_refused_unless_the_page_is_for_others(client, outputs):
     """A foreign site could let its own name point to 127.0.0.1."""
     assert client.get("/runs", headers={"host": "evil.example:7860"}).status_code == 403
-    for host in ("localhost:9000", "127.0.0.1:7860", "[::1]:7860"):
+    for name in ("localhost.evil.example", "evil-localhost", "x.localhost.", "x.localhost@evil.example", ""):
+        assert client.get("/runs", headers={"host": name}).status_code == 403, name
+    for host in ("localhost:9000", "127.0.0.1:7860", "[::1]:7860", "mine.localhost:7860"):
         answer = client.get("/runs", params={"token": TOKEN}, headers={"host": host})
         assert answer.headers["set-cookie"]
     open_page = TestClient(create_app(TOKEN, local=False, outputs=outputs), "http://gpu.lan:7860")
