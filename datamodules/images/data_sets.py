@@ -78,7 +78,7 @@ def local_table(path: Path, split: str | None) -> Table:
         if not path.is_dir():
             files = [str(path)]
         elif (path / SAVED_SPLITS).is_file():
-            names = json.loads(read_text(Path(_inside(path, SAVED_SPLITS))))["splits"]
+            names = sorted(found.parent.name for found in path.glob(f"*/{SAVED}"))
             files = _saved(path, _chosen(place, names, split))
         elif (path / SAVED).is_file():
             if split is not None:
@@ -103,7 +103,7 @@ def _inside(folder: Path, name: str) -> str:
 
 def _saved(folder: Path, split: str) -> list[str]:
     """Return the Arrow files of a data set that `save_to_disk` has written, of a split in its folder."""
-    state = json.loads(read_text(Path(_inside(folder, f"{split}/{SAVED}" if split else SAVED))))
+    state = json.loads(read_text(Path(_inside(folder, os.path.join(split, SAVED)))))
     return [_inside(folder, os.path.join(split, one["filename"])) for one in state["_data_files"]]
 
 
@@ -112,15 +112,15 @@ def _by_split(folder: Path) -> dict[str, list[str]]:
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     mark, base = mark_of_data_set(folder), glob.escape(str(folder))
-    return DataFilesDict.from_patterns(get_data_patterns(base), base, [mark.suffix] if mark else None)
+    return DataFilesDict.from_patterns(get_data_patterns(base), base, [mark.suffix] if mark else [*ARROW_SUFFIXES])
 
 
 def _chosen(place: str, splits: Collection[str], split: str | None) -> str:
     """Return the split of this name, else `train` or the only one."""
-    name = split or ("train" if "train" in splits else next(iter(splits)))
+    name = split or ("train" if "train" in splits else next(iter(splits), "train"))
     if name not in splits or (split is None and name != "train" and len(splits) > 1):
         problem = f"no split {split}" if split else "which split?"
-        raise UserError(f"{place}: {problem}; its splits are {', '.join(splits)}: name one after a #")
+        raise UserError(f"{place}: {problem}; its splits are {', '.join(splits) or 'missing'}: name one after a #")
     return name
 
 
@@ -230,7 +230,7 @@ class Cell(Packed):
     def read_bytes(self) -> bytes:
         cell = _mapped(self.file)[self.column][self.row]
         cell = cell if self.item is None else cell.values[self.item]
-        return (cell["bytes"] if _is_struct(cell) else cell).as_py()
+        return (cell["bytes"] if hasattr(cell, "keys") else cell).as_py()
 
     def signature(self) -> tuple[str, int, int, int]:
         _, size, modified, changed = file_signature(Path(self.file))
@@ -238,10 +238,6 @@ class Cell(Packed):
 
     def __str__(self) -> str:
         return self.name
-
-
-def _is_struct(cell: Any) -> bool:
-    return hasattr(cell, "keys")
 
 
 def _cells(place: str, files: list[str], column: str, folder: Path | None) -> list[Any]:
@@ -266,7 +262,7 @@ def _image(cell: Any, where: Cell, folder: Path | None) -> Cell | str | None:
     """Return the place of an image; without bytes its path below `folder`, or None."""
     if not cell.is_valid:
         return None
-    content, path = (cell["bytes"], cell.get("path")) if _is_struct(cell) else (cell, None)
+    content, path = (cell["bytes"], cell.get("path")) if hasattr(cell, "keys") else (cell, None)
     if content.is_valid and content.as_buffer().size:
         return where
     name = None if path is None else path.as_py()

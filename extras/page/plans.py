@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from extras.page.jobs import Jobs, user_of
 from foundation.errors import UserError
@@ -29,7 +29,7 @@ class Plans:
     def __init__(self, jobs: Jobs, folder: Path) -> None:
         self.jobs, self.folder = jobs, folder
         self._waiting: dict[str, list[str]] = {}  # arguments by key
-        self._key, self._process = "", cast(subprocess.Popen[bytes] | None, None)  # of the last one that was started
+        self._running: subprocess.Popen[bytes] | None = None
         self._one_thread = threading.Lock()
 
     def start(self, arguments: Sequence[str], again: bool) -> str:
@@ -37,21 +37,17 @@ class Plans:
         key = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
         run = RunFolder(self.folder / key)
         with self._one_thread:
-            on_its_way = key in self._waiting or key == self._current() or user_of(run.path) is not None
-            if not on_its_way and (again or "╰" not in _printed(run)):
+            if key not in self._waiting and user_of(run.path) is None and (again or "╰" not in _printed(run)):
                 run.log.unlink(missing_ok=True)
                 self._waiting[key] = [*arguments, f"output_dir={run}", "task=dry_run"]
         self._start_next()
         return key
 
-    def _current(self) -> str | None:
-        return None if self._process is None or self._process.poll() is not None else self._key
-
     def _start_next(self) -> None:
         with self._one_thread:
-            if self._waiting and self._current() is None:
-                self._key = next(iter(self._waiting))
-                self._process = self.jobs.start(self._waiting.pop(self._key), RunFolder(self.folder / self._key))
+            if self._waiting and (self._running is None or self._running.poll() is not None):
+                key = next(iter(self._waiting))
+                self._running = self.jobs.start(self._waiting.pop(key), RunFolder(self.folder / key))
 
     def state(self, key: str) -> dict[str, Any]:
         """Return a dry run's rows and notes, or its mistake; of a running one, its last line and its seconds."""

@@ -2,6 +2,7 @@
 
 import math
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -80,9 +81,9 @@ def _bounded(reader: type[Any]) -> type[Any]:
                 return 12 + int(values.nbytes), [values], [0], [GGUFValueType.ARRAY, kind]
             if kind != GGUFValueType.STRING or length > MOST_WORDS:
                 raise ValueError(f"its header has an array of {length:,} values of the type {kind.name}")
-            order, content = "little" if self.byte_order == "I" else "big", memoryview(self.data)
+            size, content = "<Q" if self.byte_order == "I" else ">Q", memoryview(self.data)
             for _ in range(length):
-                end += 8 + int.from_bytes(content[end : end + 8], order)
+                end += 8 + struct.unpack_from(size, content, end)[0]
             return end - start, [], [], [GGUFValueType.ARRAY, kind]
 
     return Reader

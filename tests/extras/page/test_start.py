@@ -256,9 +256,10 @@ def test_estimates_run_one_at_a_time_and_the_others_wait_in_their_order(outputs)
             assert all(one.poll() is not None for one in processes.values()), "one at a time"
             run.path.mkdir(parents=True)
             run.log.touch()
-            (run.path / ".lock").touch()
-            processes[arguments[0]] = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-            return processes[arguments[0]]
+            command = [sys.executable, "-c", "input()", "train"]
+            processes[arguments[0]] = process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            (run.path / ".lock").write_bytes(lock_content(process.pid))
+            return process
 
     plans = Plans(Held(outputs, lambda: None), outputs / ".plans")
     settings = [f"seed={number}" for number in range(6)]
