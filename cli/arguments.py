@@ -167,7 +167,9 @@ def quote_values(arguments: list[str]) -> list[str]:
         key = key_of(given)
         if (kind := text_kind(key)) and not is_parsed(key, value):
             value = os.path.expanduser(value) if kind == "path" else value  # a shell expands ~ only at a word's start
-            if kind == "path" and value.startswith("~"):  # no user has this name: it is a file's
+            if kind == "path" and value.startswith("~"):  # no user has this name: it may be a file's
+                if not os.path.lexists(Path(value).parts[0]):
+                    raise UserError(f"{argument}: there is no such user. Write the whole path.")
                 value = os.path.abspath(value)
             if kind == "path" and value.startswith("assets/") and not os.path.exists(value):  # an installed example
                 value = str(CONF.parent / value)

@@ -30,7 +30,7 @@ from datamodules.images.folders import (
 from datamodules.images.samples import CAPTION_SUFFIXES, TRIGGER
 from datamodules.images.windows import SAME_PROPORTIONS, ConditionImages, Window
 from foundation.errors import UserError, listing, printable
-from foundation.files import read_text
+from foundation.files import TABLE, read_text
 
 log = logging.getLogger("retouch")
 
@@ -326,7 +326,7 @@ def _read_prompts(prompt: str | Sequence[str] | None, prompts_file: str | None, 
         return [prompt] if isinstance(prompt, str) else list(prompt)
     path = Path(str(prompts_file)).expanduser()
     try:
-        prompts = text_prompts(read_text(path))
+        prompts = text_prompts(read_text(path, TABLE))
     except UserError as error:
         raise UserError(f"prompts_file={str(error).removeprefix('cannot read ')}") from error
     if not any(prompts):

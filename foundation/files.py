@@ -32,6 +32,9 @@ DAMAGED = (
 )
 # Characters that belong to no text: control characters except for white space, and halves of a character (surrogates).
 CONTROL_CHARACTER = re.compile("[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+# Most bytes of a file that is read as a whole: a caption, or a few settings; a JSON of a model; a table, or a list of
+# prompts. And of a safetensors file's header.
+TEXT, MODEL_JSON, TABLE, HEADER = 2**20, 2**26, 2**27, 10 * 10**6
 # safetensors raises its own for a full disk.
 WRITE_ERRORS = (OSError, SafetensorError)
 PICKLE = "a pickle of PyTorch"
@@ -132,6 +135,13 @@ def require_file(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
 
 
+def is_below(path: Path, top: Path) -> bool:
+    """Return whether a path leads to a place below a folder, links followed; a hub's snapshot links to its blobs."""
+    top, real = Path(os.path.realpath(top)), Path(os.path.realpath(path))
+    blobs = [one.parents[1] / "blobs" for one in (top, *top.parents) if one.parent.name == "snapshots"]
+    return any(real.is_relative_to(one) for one in (top, *blobs))
+
+
 class Packed(ABC):
     """A file inside a larger one: a member of a tar, a cell of a table. Its `str` names it in messages.
 
@@ -153,7 +163,7 @@ def read_bytes(path: Path, most: int = 2**28) -> bytes:
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"it has more than {most:,} bytes")
+        raise ValueError(f"it has more than {most:,} bytes, the most that are read")
     return content
 
 
@@ -165,13 +175,21 @@ def file_signature(path: Path | Packed) -> tuple[str, int, int, int]:
     return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file, as `decoded`; raises a UserError if it cannot be read."""
+def read_text(path: Path, most: int = TEXT) -> str:
+    """Return the text of a file of at most so many bytes, as `decoded`; raises a UserError if it cannot be read."""
     try:
-        require_file(path)
-        return decoded(path.read_bytes(), str(path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        return decoded(read_bytes(path, most), str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+
+
+def with_short_header(path: Path) -> Path:
+    """Return the path of a safetensors file; raise a ValueError if its header is larger than any model's."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if HEADER < length <= path.stat().st_size:
+        raise ValueError(f"its header has {length:,} bytes, and {HEADER:,} are read")
+    return path
 
 
 def decoded(content: bytes, name: str) -> str:

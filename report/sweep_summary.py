@@ -14,7 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from foundation.files import replacing
+from foundation.files import read_bytes, replacing
 from foundation.internals import result_of
 from report.tables import metric_names, read_metrics, read_validation, write_rows
 from runs.run_folder import RunFolder, best_effort, shorten
@@ -57,7 +57,7 @@ class SweepSummary(Callback):
         run = RunFolder(config.hydra.runtime.output_dir)
         curve, measured, weights = read_metrics(run.metrics), read_validation(run.validation), run.saved_weights()
         failed, result = job_return.status is not JobStatus.COMPLETED, result_of(job_return)
-        end = json.loads(run.finished.read_text(encoding="utf-8")) if run.finished.is_file() else {}
+        end = json.loads(read_bytes(run.finished)) if run.finished.is_file() else {}
         row = {
             "job": run.path.name,
             "overrides": "",

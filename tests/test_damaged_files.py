@@ -1,7 +1,9 @@
-"""Files of a base or of a LoRA that are missing, cut short or no JSON: one line with the file and what to do."""
+"""Files that are missing, cut short, no JSON or too large: one line with the file and what to do."""
 
 import json
+import os
 import shutil
+import struct
 from dataclasses import replace
 
 import pytest
@@ -9,13 +11,21 @@ import torch
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
+from datamodules.edits import EditsDataModule
+from datamodules.images.captions import text_prompts
+from datamodules.images.samples import Root
+from datamodules.images.sources import find_samples
 from foundation.errors import UserError
 from foundation.files import reading
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.reading import HEADER_KEY, LoRAFile
 from lightning_modules.lora_files.writing import require_finite, write
+from lightning_modules.pretrained.checks import check_component, read_json
+from lightning_modules.pretrained.single_file import open_file
 from tests.support.commands import compose
 from tests.support.harm import disk_with
+from tests.support.pictures import make_pairs
+from tests.support.stored import tar_members, write_tar
 
 TRANSFORMER = "diffusion_pytorch_model.safetensors"
 
@@ -134,3 +144,90 @@ def test_task_quantize_on_a_full_disk_leaves_nothing_and_can_be_tried_again(run,
 def test_memory_that_is_short_is_no_damage(tmp_path):
     with pytest.raises(torch.OutOfMemoryError), reading(tmp_path, "download it again"):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def samples_of(root):
+    """Raise the line about the incomplete sample of a root as an error."""
+    for line in find_samples([Root(root)]).incomplete:
+        raise UserError(line)
+
+
+def pairs(name):
+    def make(folder):
+        root = make_pairs(folder / "pairs", [(32, 32)])
+        return root / name, lambda: samples_of(root)
+
+    return make
+
+
+def named(name, read):
+    return lambda folder: (folder / name, lambda: read(folder / name))
+
+
+def tokenizer(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder / "tokenizer.json", lambda: check_component(folder, "CLIPTokenizer")
+
+
+def prompts(path):
+    EditsDataModule(None, None, str(path), None, [0], [1.0], None, None, 2**20, 1)
+
+
+def header(*values):
+    return b"GGUF" + struct.pack("<IQQ", 3, *values)
+
+
+HUGE = {
+    "caption": (pairs("training_images/00.txt"), b""),
+    "caption of blanks": (pairs("training_images/00.caption"), b" " * 2**21),
+    "caption in JSON": (pairs("training_images/00.json"), b"["),
+    "table": (pairs("metadata.csv"), b"file_name,prompt\n"),
+    "table of lines": (pairs("metadata.jsonl"), b"{}"),
+    "prompts": (named("prompts.txt", prompts), b"x"),
+    "config": (named("config.json", read_json), b"{"),
+    "index": (named("diffusion_pytorch_model.safetensors.index.json", read_json), b"{"),
+    "tokenizer": (tokenizer, b"{"),
+    "header of a base": (named("base.safetensors", lambda path: open_file(path)), struct.pack("<Q", 2**27) + b"{"),
+    "header of a LoRA": (named("lora.safetensors", LoRAFile), struct.pack("<Q", 2**27) + b"{"),
+}
+
+
+@pytest.mark.parametrize(("make", "start"), HUGE.values(), ids=HUGE)
+def test_a_file_larger_than_its_kind_is_a_line_and_is_not_read(make, start, tmp_path):
+    path, read = make(tmp_path)
+    path.write_bytes(start)
+    os.truncate(path, max(len(start), 700 * 2**20 if len(start) < 100 else 0))  # of a disk it takes nothing
+    with pytest.raises(UserError, match=r"more than [\d,]+ bytes|header has 134,217,728 bytes") as error:
+        read()
+    assert path.name in str(error.value)
+
+
+def test_a_caption_in_a_tar_has_the_bound_of_one_in_a_folder(tmp_path):
+    tar = write_tar(tmp_path / "x.tar", tar_members([0, 1]) | {"0001.txt": b"x" * 2**21})
+    [line] = find_samples([Root(tar)]).incomplete
+    assert "0001.txt has more than 1,048,576 bytes" in line
+
+
+@pytest.mark.parametrize("text", ["---\n" + " " * 10**5, "---\n" + "a " * 10**5, "+++\n" + " #\n" * 10**5])
+def test_a_caption_that_begins_like_front_matter_is_read_in_one_go(text):
+    """The number of ways to divide blanks among three patterns is that of their cubes: hours."""
+    assert text_prompts(text)
+
+
+def test_keys_and_words_of_a_gguf_header_are_bounded_and_a_vocabulary_is_passed_over(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    keys = (struct.pack("<Q5sIB", 5, f"{number:05d}".encode(), 0, 1) for number in range(20_000))
+    words = struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**20 + 1) + bytes(8 * 2**20)
+    for name, content in {"keys": header(0, 20_000) + b"".join(keys), "words": header(0, 1) + words}.items():
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}.gguf is damaged \(its header (does not end|has an array)"):
+            open_file(tmp_path / f"{name}.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "good.gguf", "t5")
+    writer.add_token_list([f"word {number}" for number in range(32_000)])
+    writer.add_token_scores([0.5] * 32_000)
+    writer.add_tensor("a", torch.ones(4, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert open_file(tmp_path / "good.gguf").map("a").tolist() == torch.ones(4, 32).tolist()

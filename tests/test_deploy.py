@@ -208,6 +208,35 @@ def test_image_runs_train_predict_and_any_other_command(tmp_path):
     assert told("echo", "train") == ["train"]
 
 
+def test_the_key_of_the_image_has_a_volume_of_its_own_in_which_others_replace_nothing():
+    [state] = re.findall(r"XDG_STATE_HOME=(\S+)", DOCKERFILE)
+    volumes = json.loads(re.search(r"^VOLUME (.+)$", DOCKERFILE, re.MULTILINE)[1])
+    assert [one for one in volumes if f"{state}/".startswith(f"{one}/") or one.startswith(f"{state}/")] == [state]
+    assert 'chmod 1777 "$XDG_STATE_HOME"' in DOCKERFILE
+    page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", " ")
+    for command in re.findall(r"docker run [^`]*? retouch (?:train|studio)", page):
+        assert re.search(rf"-v\s+retouch-key:{state} ", command), command
+
+
+def test_tokens_in_the_docs_are_long_enough():
+    from extras.page.app import SHORTEST_TOKEN
+
+    texts = [path.read_text() for path in (*ROOT.glob("docs/*.md"), *DEPLOY.glob("*.md"), ROOT / "README.md")]
+    shown = {token for text in texts for token in re.findall(r"\btoken=(\w+)", text)}
+    assert shown
+    assert all(len(token) >= SHORTEST_TOKEN for token in shown)
+
+
+def test_each_file_of_another_project_has_its_version_and_its_license_beside_it():
+    files = [path for top in ("extras", "report") for path in (ROOT / top).rglob("*.min.*")]
+    assert len(files) == 4
+    for file in files:
+        name = file.name.split(".")[0]
+        [row] = re.findall(rf"^\| {name}[\w.]* \| \d+\.\d+\.\d+ \|.*$", file.with_name("README.md").read_text(), re.M)
+        assert f"(LICENSE.{name})" in row
+        assert file.with_name(f"LICENSE.{name}").stat().st_size > 500
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

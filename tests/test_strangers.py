@@ -329,14 +329,6 @@ def test_a_gguf_header_ends_with_its_file(tmp_path, kind, count):
         single_file.open_file(tmp_path / "x.gguf")
 
 
-def test_a_gguf_header_has_no_more_values_than_a_vocabulary(tmp_path, monkeypatch):
-    pytest.importorskip("gguf")
-    monkeypatch.setattr(single_file, "MOST_READS", 1000)
-    (tmp_path / "x.gguf").write_bytes(gguf(0, 2**60) + b"\0" * 5000)
-    with pytest.raises(UserError, match="its header does not end"):
-        single_file.open_file(tmp_path / "x.gguf")
-
-
 def test_control_characters_reach_no_terminal(capsys, run):
     configure_logging()
     logging.getLogger("retouch").info("a\x1b]52;c;cm0gLXJm\x07 \u202ecba\n\tb")

@@ -10,12 +10,14 @@ from typing import Any
 
 from datamodules.images.samples import CAPTION_SUFFIXES
 from foundation.errors import UserError
+from foundation.files import TEXT, decoded
 
 # Keys of a JSON object that hold captions.
 CAPTION_KEYS = ("captions", "caption", "prompt")
 # YAML between `---`, or TOML between `+++`, before the text of a file.
 _FRONT_MATTER = re.compile(
-    r"""\A\s*(---|\+\+\+)[ \t]*\n(?=(\s*\#.*\n)*\s*["']?[\w -]+["']?[ \t]*[:=])(?s:.)*?^(\1|\.\.\.)[ \t]*(\n|\Z)""",
+    r"""\A\s*(---|\+\+\+)[ \t]*\n(?=(\s*+\#.*+\n)*+\s*+["']?[\w -]++["']?[ \t]*+[:=])"""
+    r"""(?s:.)*?^(\1|\.\.\.)[ \t]*(\n|\Z)""",
     re.M,
 )
 
@@ -76,8 +78,16 @@ def parsed(text: str, name: str) -> Any:
     """Return a text as it is, and the content of a JSON file; raises a UserError if it is malformed."""
     try:
         return json.loads(text) if name.lower().endswith(".json") else text
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
+
+
+def readable(content: bytes, name: str) -> bytes:
+    """Return the content of a caption's file that is to be written; raise a UserError if a scan would refuse it."""
+    if len(content) > TEXT:
+        raise UserError(f"{name}: a caption has at most {TEXT:,} bytes. Shorten it.")
+    read_captions({name: parsed(decoded(content, name), name)})
+    return content
 
 
 def _json_prompts(value: Any, name: str, alone: bool) -> tuple[str, ...]:

@@ -4,10 +4,12 @@ Arrow files are mapped into memory, and an image is read only when it is opened.
 """
 
 import contextlib
+import glob
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from datamodules.images.tables import Table, names_images
 from foundation.errors import UserError, without_credentials
-from foundation.files import Packed, file_signature, reason
+from foundation.files import Packed, file_signature, is_below, read_text, reason, require_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,46 +57,71 @@ def hub_table(root: str) -> Table:
     datasets = _library(place)
     log.info(f"reading {root}")
     with _one_line(place, f"see https://huggingface.co/datasets/{name}"):
-        files = _files(place, datasets.load_dataset(name, config, revision=revision), split)
-    return _table(place, files, None)
+        found = datasets.load_dataset(name, config, revision=revision)
+        files = found[_chosen(place, found, split)].cache_files
+    return _table(place, [os.path.realpath(file["filename"]) for file in files], None)
 
 
 def local_table(path: Path, split: str | None) -> Table:
     """Return a parquet or Arrow file, a folder of them, or one of `save_to_disk`.
 
+    Files are found by their names: nothing beside them names others, and nothing is asked of a network.
+
     Raises:
-        UserError: it cannot be read, or it lacks this split.
+        UserError: it cannot be read, it lacks this split, or a file in its folder is a link to another place.
     """
     place = f"data.root={path}"
     # The path of a cell must not depend on the working folder; the target of a link may lack the suffix.
     path = Path(os.path.realpath(path)) if path.is_dir() else Path(os.path.realpath(path.parent), path.name)
     datasets = _library(place)
     with _one_line(place):
-        if path.suffix == ".arrow" and path.is_file():
-            files = [os.path.realpath(path)]
-        elif not path.is_dir():
-            files = _files(place, datasets.load_dataset("parquet", data_files=str(path)), split)
-        elif any((path / name).is_file() for name in (SAVED, SAVED_SPLITS)):
-            files = _files(place, datasets.load_from_disk(str(path)), split)
+        if not path.is_dir():
+            files = [str(path)]
+        elif (path / SAVED_SPLITS).is_file():
+            names = sorted(found.parent.name for found in path.glob(f"*/{SAVED}"))
+            files = _saved(path, _chosen(place, names, split))
+        elif (path / SAVED).is_file():
+            if split is not None:
+                raise UserError(f"{place}: it has no splits, so no {split}: leave #{split} out")
+            files = _saved(path, "")
         else:
-            files = _files(place, datasets.load_dataset(str(path)), split)
-    return _table(place, files, path if path.is_dir() else path.parent)
+            splits = _by_split(path)
+            files = [_inside(path, file) for file in splits[_chosen(place, splits, split)]]
+        if files[0].endswith(".parquet"):
+            table = datasets.Dataset.from_parquet([glob.escape(file) for file in files])
+            files = [file["filename"] for file in table.cache_files]
+    return _table(place, list(map(os.path.realpath, files)), path if path.is_dir() else path.parent)
 
 
-def _files(place: str, found: Any, split: str | None) -> list[str]:
-    """Return the Arrow files of the split of this name, else of `train` or the only one."""
-    if isinstance(found, dict):
-        name = split or ("train" if "train" in found else next(iter(found)))
-        if name not in found or (split is None and name != "train" and len(found) > 1):
-            problem = f"no split {split}" if split else "which split?"
-            raise UserError(f"{place}: {problem}; its splits are {', '.join(found)}: name one after a #")
-        found = found[name]
-    elif split is not None:
-        raise UserError(f"{place}: it has no splits, so no {split}: leave #{split} out")
-    files = [os.path.realpath(file["filename"]) for file in found.cache_files]
-    if (rows := sum(_mapped(file).num_rows for file in files)) != len(found):
-        raise UserError(f"{place}: its Arrow files have {rows} rows, not {len(found)}: save it again")
-    return files
+def _inside(folder: Path, name: str) -> str:
+    """Return the path of a file in a folder; raise a UserError if it is elsewhere, also by a link."""
+    require_file(folder / name)
+    if not is_below(folder / name, folder):
+        raise UserError(f"data.root={folder}: {name} is in another place. Copy it into the folder, or name that place")
+    return str(folder / name)
+
+
+def _saved(folder: Path, split: str) -> list[str]:
+    """Return the Arrow files of a data set that `save_to_disk` has written, of a split in its folder."""
+    state = json.loads(read_text(Path(_inside(folder, os.path.join(split, SAVED)))))
+    return [_inside(folder, os.path.join(split, one["filename"])) for one in state["_data_files"]]
+
+
+def _by_split(folder: Path) -> dict[str, list[str]]:
+    """Return the parquet or Arrow files in a folder by their splits, which their names say as on the hub."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    mark, base = mark_of_data_set(folder), glob.escape(str(folder))
+    return DataFilesDict.from_patterns(get_data_patterns(base), base, [mark.suffix] if mark else [*ARROW_SUFFIXES])
+
+
+def _chosen(place: str, splits: Collection[str], split: str | None) -> str:
+    """Return the split of this name, else `train` or the only one."""
+    name = split or ("train" if "train" in splits else next(iter(splits), "train"))
+    if name not in splits or (split is None and name != "train" and len(splits) > 1):
+        problem = f"no split {split}" if split else "which split?"
+        raise UserError(f"{place}: {problem}; its splits are {', '.join(splits) or 'missing'}: name one after a #")
+    return name
 
 
 def _table(place: str, files: list[str], folder: Path | None) -> Table:
@@ -120,6 +147,7 @@ def _table(place: str, files: list[str], folder: Path | None) -> Table:
         values=values,
         images=[column.name for column in schema if holds_images(column)],
         folder=folder,
+        closed=True,
         keys=[f"{row:06d}" for row in range(count)],
     )
 
@@ -202,7 +230,7 @@ class Cell(Packed):
     def read_bytes(self) -> bytes:
         cell = _mapped(self.file)[self.column][self.row]
         cell = cell if self.item is None else cell.values[self.item]
-        return (cell["bytes"] if _is_struct(cell) else cell).as_py()
+        return (cell["bytes"] if hasattr(cell, "keys") else cell).as_py()
 
     def signature(self) -> tuple[str, int, int, int]:
         _, size, modified, changed = file_signature(Path(self.file))
@@ -210,10 +238,6 @@ class Cell(Packed):
 
     def __str__(self) -> str:
         return self.name
-
-
-def _is_struct(cell: Any) -> bool:
-    return hasattr(cell, "keys")
 
 
 def _cells(place: str, files: list[str], column: str, folder: Path | None) -> list[Any]:
@@ -238,7 +262,7 @@ def _image(cell: Any, where: Cell, folder: Path | None) -> Cell | str | None:
     """Return the place of an image; without bytes its path below `folder`, or None."""
     if not cell.is_valid:
         return None
-    content, path = (cell["bytes"], cell.get("path")) if _is_struct(cell) else (cell, None)
+    content, path = (cell["bytes"], cell.get("path")) if hasattr(cell, "keys") else (cell, None)
     if content.is_valid and content.as_buffer().size:
         return where
     name = None if path is None else path.as_py()

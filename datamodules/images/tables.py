@@ -15,7 +15,7 @@ from datamodules.images.captions import captions_of
 from datamodules.images.folders import is_image
 from datamodules.images.samples import Found, ImageFile, Root, Sample
 from foundation.errors import UserError, listing
-from foundation.files import Packed, read_text, reason, require_file
+from foundation.files import TABLE, Packed, is_below, read_text, reason, require_file
 
 # Names of a folder's table.
 TABLES = ("metadata.jsonl", "metadata.csv")
@@ -56,6 +56,7 @@ class Table:
             list of these; or None.
         images: columns of images, and of texts that name some.
         folder: folder of the files that texts name; None if they name none.
+        closed: texts may name only files below `folder`.
         keys: keys of the samples; None for the names of the targets.
         names: known column names by role, as `COMMON`.
         incomplete: a line about each row that could not be read.
@@ -67,6 +68,7 @@ class Table:
     values: Callable[[str], Sequence[Any]]
     images: Sequence[str]
     folder: Path | None = None
+    closed: bool = False
     keys: Sequence[str] | None = None
     names: Mapping[str, str] = field(default_factory=lambda: COMMON)
     incomplete: Sequence[str] = ()
@@ -95,7 +97,7 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
     for number, row in enumerate(table.rows):
         cells = {role: [(name, values[name][number]) for name in names] for role, names in roles.items()}
         try:
-            sample = _sample(table.folder or Path(), cells, require_prompt)
+            sample = _sample(table, cells, require_prompt)
         except UserError as error:
             incomplete.append(f"{table.place} {row}: {error}")
             continue
@@ -110,11 +112,10 @@ def samples_of(table: Table, root: Root, edits: bool = True) -> Found:
     return Found(samples, incomplete, notes, "columns")
 
 
-def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], require_prompt: bool) -> Sample:
+def _sample(table: Table, cells: Mapping[str, Sequence[tuple[str, Any]]], require_prompt: bool) -> Sample:
     """Return the sample of a row.
 
     Args:
-        folder: folder of the files that texts name.
         cells: the columns of each role, and their values in the row.
 
     Raises:
@@ -122,7 +123,7 @@ def _sample(folder: Path, cells: Mapping[str, Sequence[tuple[str, Any]]], requir
     """
     images: dict[str, list[ImageFile]] = {}
     for role in ("target", "control", "mask", "rejected"):
-        found = [_images(folder, name, value) for name, value in cells[role]]
+        found = [_images(table, name, value) for name, value in cells[role]]
         # Samples may have different numbers of condition images: the last of their columns may be empty, or all.
         if found and not found[0] and (role == "target" or (role == "control" and any(found))):
             raise UserError(f"{cells[role][0][0]} is empty")
@@ -155,12 +156,12 @@ def _parsed(value: Any) -> list[Any]:
     if isinstance(value, str) and value.startswith("["):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return []
     return value if isinstance(value, list) else [value]
 
 
-def _images(folder: Path, name: str, value: Any) -> list[ImageFile]:
+def _images(table: Table, name: str, value: Any) -> list[ImageFile]:
     """Return the images of a cell: one, or several as a list (in CSV: a JSON list)."""
     values = [] if value in (None, "", []) else _parsed(value)
     if value and not values:
@@ -170,9 +171,11 @@ def _images(folder: Path, name: str, value: Any) -> list[ImageFile]:
     found: list[ImageFile] = []
     for one in values:
         if isinstance(one, str):
-            path = folder / one
+            path = (table.folder or Path()) / one
             try:
                 require_file(path)
+                if table.closed and not is_below(path, table.folder or Path()):
+                    raise ValueError("it is outside of the data set, also by a link")
             except (OSError, ValueError) as error:
                 raise UserError(f"{path}: {reason(error)}") from error
             found.append(path)
@@ -248,7 +251,7 @@ def file_table(path: Path) -> Table:
     Raises:
         UserError: the table is malformed or has no rows.
     """
-    text = read_text(path)
+    text = read_text(path, TABLE)
     rows = list(_csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text))
     if not rows:
         raise UserError(f"{path} has no rows")
@@ -311,7 +314,7 @@ def _json_rows(table: Path, text: str) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(line, object_pairs_hook=read)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{table} line {number} is not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(row, dict):
             raise UserError(f"{table} line {number} is not an object of columns")

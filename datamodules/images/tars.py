@@ -14,7 +14,7 @@ from datamodules.images.folders import IMAGE_FORMATS, IMAGE_SUFFIXES, is_clutter
 from datamodules.images.samples import CAPTION_SUFFIXES, Slice, nfc
 from datamodules.images.tables import Table
 from foundation.errors import UserError, listing
-from foundation.files import decoded, kind_of_file, reason, require_file
+from foundation.files import TEXT, decoded, kind_of_file, reason, require_file
 
 SUFFIX = ".tar"
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -168,6 +168,8 @@ class _Scan:
             if before := self.images[key].get(column):
                 self._doubt(key, f"{name} and {before} are both its {column}: keep one")
             self.images[key][column] = Slice(f"{self.place}:{name}", self.file, info.offset_data, info.size)
+        elif suffix in CAPTION_SUFFIXES and info.size > TEXT:
+            self._doubt(key, f"{name} has more than {TEXT:,} bytes, the most that are read")
         elif suffix in CAPTION_SUFFIXES:
             if name in self.texts[key]:
                 self._doubt(key, f"{name} is there twice: keep one")

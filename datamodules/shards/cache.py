@@ -19,7 +19,7 @@ from typing import Any
 
 from datamodules.shards.tar import OpenShard, Part, Row, parse_part, part_path, salvage, write_part
 from datamodules.shards.transfer import Bucket, Result
-from foundation.files import DAMAGED, file_sha256, reading, remove_temporary, replacing
+from foundation.files import DAMAGED, file_sha256, read_bytes, reading, remove_temporary, replacing
 from foundation.hashes import FileHashes, Hashed
 from foundation.locks import in_use, one_at_a_time
 from foundation.stores import working_folder
@@ -76,7 +76,7 @@ class Folder:
         """Return the parsed bytes of a file, None if there is none; raises a UserError if it is damaged."""
         path = self.path / name
         with reading(path, CACHE_REMEDY):
-            return parse(path.read_bytes()) if path.exists() else None
+            return parse(read_bytes(path)) if path.exists() else None
 
     def read_range(self, name: str, start: int, size: int, crc32: int) -> bytes:
         """Return a part of a file; raises a UserError if it is missing or is not as it was written."""
@@ -210,7 +210,7 @@ class Cache:
         if not path.exists():
             return False  # the tar of a killed build
         try:
-            part = parse_part(path.read_bytes(), tar.name)
+            part = parse_part(read_bytes(path), tar.name)
         except DAMAGED:
             return False
         facts = part.facts

@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from extras.page.answers import HERE, entry, mistake
+from extras.page.answers import HERE, REFUSED, entry, mistake
 from extras.page.data import DataPage
 from extras.page.folders import FoldersPage
 from extras.page.jobs import Jobs
@@ -59,9 +59,11 @@ HEADERS = {
 }
 # What Sec-Fetch-Site says of requests by the page itself, by a person, and by programs other than browsers.
 OWN = ("same-origin", "none", None)
-# Connections at once, beyond which those that wait are closed; seconds for a whole request line with its headers, and
-# for the next part of a form; letters of a token.
+# Connections at once, beyond which the oldest without access are closed; seconds for showing access, and for the next
+# part of a form; letters of a token.
 MOST_CONNECTIONS, SECONDS_OF_A_REQUEST, SECONDS_OF_A_PART, SHORTEST_TOKEN = 200, 10, 30, 8
+# The name of a connection's state that tells whether a request on it had access.
+ACCESS = "access"
 # A problem is shown below the page, whose parts keep asking; forms have places of their own.
 PROBLEM = {"hx-retarget": "#message", "hx-reswap": "innerHTML", "hx-reselect": "p"}
 
@@ -70,7 +72,8 @@ class Guard:
     """Access to an application: a token, this machine's names, and requests by the page itself only.
 
     The token is passed once, as ?token=; then a cookie shows that it was. On 127.0.0.1 other host names are refused,
-    which a foreign site could point here (DNS rebinding). A link from elsewhere opens the list of runs at most.
+    which a foreign site could point here (DNS rebinding), but NAME.localhost are nobody's. A link from elsewhere opens
+    the list of runs at most.
     """
 
     def __init__(self, app: Any, token: str, local: bool) -> None:
@@ -82,7 +85,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            answer = self._refusal(Request(scope)) or self.app
+            if (answer := self._refusal(Request(scope)) or self.app) is self.app:
+                scope.get("state", {}).get(ACCESS, set()).add(True)
         except ValueError:  # Host: [::1
             answer = HTMLResponse("<p>Refused: this is not an address.", 400)
 
@@ -104,7 +108,8 @@ class Guard:
         """Return the answer to a request without access, or to the first one with a token; else None."""
         host = request.headers.get("host", "")
         cookie = f"retouch-{request.url.port or 80}"
-        if self.local and urlsplit(f"//{host}").hostname not in LOCAL:
+        name = urlsplit(f"//{host}").hostname or ""
+        if self.local and name not in LOCAL and not name.endswith(".localhost"):
             return HTMLResponse("<p>Refused: this page is only for this machine.", 403)
         if _equal(request.query_params.get("token", ""), self.token) and request.method == "GET":
             place = html.escape(quote("/" + request.url.path.lstrip("/")))
@@ -127,27 +132,20 @@ def _equal(given: str, known: str) -> bool:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed while it waits for a request: after some seconds, and first if there are too many."""
+    """A connection that must show access within some seconds; of too many without it, the oldest is closed."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._limit: asyncio.TimerHandle | None = None
-        self._watch()
-        waiting = [one for one in self.connections if isinstance(one, Connection) and one._limit is not None]
-        if len(self.connections) > MOST_CONNECTIONS:
-            min(waiting, key=lambda one: one._limit.when()).transport.close()  # type: ignore[union-attr]
+        self._access: set[bool] = set()
+        self.app_state = {ACCESS: self._access}  # reaches the guard with each request
+        self._limit = self.loop.call_later(SECONDS_OF_A_REQUEST, self._close_stranger)
+        here = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
+        if len(here) > MOST_CONNECTIONS:
+            min(here, key=lambda one: (len(one._access), one._limit.when()))._close_stranger()
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self._limit is not None:
-                self._limit.cancel()
-            self._limit = None
-        elif self._limit is None:
-            self._limit = self.loop.call_later(SECONDS_OF_A_REQUEST, self.transport.close)
+    def _close_stranger(self) -> None:
+        if not self._access:
+            self.transport.abort()  # closing would wait for one who reads no answer
 
 
 def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard:
@@ -164,7 +162,7 @@ def create_app(token: str, local: bool = True, outputs: Path = OUTPUTS) -> Guard
         *StartPage(shelf, jobs).routes(),
         *FoldersPage(outputs.parent / "uploads").routes(),
     ]
-    mistakes: Any = dict.fromkeys((UserError, HTTPException, Exception), mistake)
+    mistakes: Any = dict.fromkeys((UserError, HTTPException, *REFUSED, Exception), mistake)
     return Guard(Starlette(routes=routes, exception_handlers=mistakes), token, local)
 
 
@@ -196,6 +194,7 @@ def serve(host: str, port: int, token: str, opens: bool) -> None:
         log_level="error",
         lifespan="off",
         http=Connection,
+        ws="none",
         timeout_graceful_shutdown=3,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # after uvicorn's own: files of the page are removed

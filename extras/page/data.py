@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import re
 import secrets
 import shlex
@@ -23,9 +24,10 @@ from starlette.routing import Route
 from cli.arguments import hydras_errors, read_values
 from cli.check_keys import check_keys, check_read
 from cli.check_values import check_ranges
+from datamodules.images.captions import readable
 from datamodules.images.recipe_images import recipe_image_of, with_controls, with_exchanges
 from datamodules.images.samples import Sample
-from extras.page.answers import entry, page, post
+from extras.page.answers import entry, number, page, post
 from extras.page.jobs import Jobs, user_of
 from extras.page.runs import DECODING, SMALL, Shelf, tail
 from extras.page.start import arguments_of, asked_by, composed, typed
@@ -61,8 +63,9 @@ class DataSet:
         if text != present:
             if file is None or not editable or before != present:
                 raise UserError(CHANGED.format(file))
+            content = _written(file, text)
             with replacing(file) as temporary:
-                temporary.write_text(text + "\n", encoding="utf-8")
+                temporary.write_bytes(content)
         self.samples[sample.key] = replace(sample, prompts=(text,))
 
     def mask_place(self, sample: Sample) -> tuple[Path | None, str]:
@@ -97,6 +100,11 @@ def caption_of(sample: Sample) -> tuple[str, bool]:
 
 def _text(typed: Any) -> str:
     return re.sub("\r\n?", "\n", str(typed)).strip()
+
+
+def _written(file: Path, text: str) -> bytes:
+    """Return a caption as it is written to a file; raise a UserError if it could not be read from there."""
+    return readable(f"{text}\n".encode(errors="surrogatepass"), str(file))
 
 
 def faults_of(sample: Sample, checked: "Usable | UserError") -> dict[str, str]:
@@ -144,8 +152,8 @@ class DataPage:
         found = dict.fromkeys(row["sample"] for row in rows if row["sample"] in samples)  # others are incomplete
         bare = [key for key, one in samples.items() if not (any(one.prompts) or caption_of(one)[0])]
         lists = {"all": found | samples, "findings": found, "no caption": bare, "proposed": self._proposed(samples)}
-        keys, first = list(entry(lists, asked.get("show", "all"))), asked.get("first", "")
-        shown = keys[(start := int(first) if first.isdecimal() else 0) : start + SHOWN]
+        keys, first = list(entry(lists, asked.get("show", "all"))), number(asked.get("first"))
+        shown = keys[(start := first) : start + SHOWN]
         if "sample" in asked:
             shown = [entry(samples, asked["sample"]).key]
             keys = keys if shown[0] in keys else list(lists["all"])
@@ -198,7 +206,7 @@ class DataPage:
     def found(self, request: Request, form: FormData) -> Response:
         """Show what the folder in the form of the tab Start contains."""
         root = str(form.get("data.root", "")).strip()
-        if not root or not Path(root).expanduser().exists():
+        if not root or not os.path.exists(os.path.expanduser(root)):
             return page("found.html", problem=root and "This machine has no such file or folder.")
         try:
             arguments = arguments_of(form)
@@ -262,7 +270,8 @@ class DataPage:
         for key, sample in data.samples.items():
             text, editable = caption_of(sample)
             if find and find in text and editable and sample.caption_file:
-                captions[sample.caption_file] = key, text, text.replace(find, by).strip()
+                _written(sample.caption_file, changed := text.replace(find, by).strip())
+                captions[sample.caption_file] = key, text, changed
         self.previews = {(token := secrets.token_hex(8)): (data, captions)}
         return page("replacement.html", find=find, by=by, token=token, captions=captions)
 

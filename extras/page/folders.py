@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from datamodules.images.captions import readable
 from datamodules.images.folders import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLDERS, is_clutter, is_image
 from datamodules.images.samples import CAPTION_SUFFIXES
 from extras.page.answers import page, post
@@ -27,7 +27,7 @@ ROLES = {"control": "control_images", "target": "training_images"}
 
 def content_of(folder: Path) -> str:
     """Describe a folder by its images: "pairs", "24 images", or nothing."""
-    if all(any((folder / one).is_dir() for one in names) for names in (CONTROL_FOLDERS, TARGET_FOLDERS)):
+    if all(any(os.path.isdir(folder / one) for one in names) for names in (CONTROL_FOLDERS, TARGET_FOLDERS)):
         return "pairs"
     with suppress(OSError), os.scandir(folder) as found:
         count = sum(is_image(one.name) for one in islice(found, MOST_ENTRIES))
@@ -48,8 +48,8 @@ class FoldersPage:
     def browse(self, request: Request, form: FormData) -> Response:
         """Show the folders in a folder; of one that does not exist, in the nearest that contains it."""
         asked = str(form.get("path", form.get("data.root", ""))).strip()
-        folder = Path(os.path.abspath(Path(asked if asked.isprintable() else "").expanduser()))
-        folder = next(one for one in (folder, *folder.parents) if one.is_dir())
+        folder = Path(os.path.abspath(os.path.expanduser(asked if asked.isprintable() else "")))
+        folder = next(one for one in (folder, *folder.parents) if os.path.isdir(one))
         inside = (
             one for one in subfolders(folder, MOST_ENTRIES) if one.name.isprintable() and not is_clutter(one.name)
         )
@@ -70,10 +70,12 @@ class FoldersPage:
         folder = self.uploads / name / ROLES["target" if suffix in CAPTION_SUFFIXES else role]
         if any(one.is_symlink() for one in (self.uploads, self.uploads / name, folder)):
             raise UserError(f"{folder} is a link. Reload the page for a new folder.")
-        with replacing(folder / own) as temporary, temporary.open("wb") as stored:
-            shutil.copyfileobj(file.file, stored)
         prompt, caption = str(form.get("prompt", "")).strip(), (folder / own).with_suffix(".txt")
+        written = readable(f"{prompt}\n".encode(errors="surrogatepass"), str(caption))
+        content = file.file.read()
+        with replacing(folder / own) as temporary:
+            temporary.write_bytes(readable(content, own) if suffix in CAPTION_SUFFIXES else content)
         if prompt and role == "target" and suffix in IMAGE_SUFFIXES and not caption.exists():
             with replacing(caption) as temporary:
-                temporary.write_text(prompt + "\n", encoding="utf-8")
+                temporary.write_bytes(written)
         return Response(status_code=204)

@@ -68,7 +68,7 @@ class Jobs:
         self._one_thread = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def start(self, arguments: Sequence[str], run: RunFolder, script: str = "train") -> None:
+    def start(self, arguments: Sequence[str], run: RunFolder, script: str = "train") -> subprocess.Popen[bytes]:
         """Start train.py, or predict.py, with its output in the run's log; it counts as running at once."""
         self._started = [process for process in self._started if process.poll() is None]  # no zombies
         with self._one_thread:
@@ -92,6 +92,7 @@ class Jobs:
                 lock.truncate(0)
                 lock.write(lock_content(process.pid))
         self._started.append(process)
+        return process
 
     def waiting(self) -> dict[str, list[str]]:
         """Return the arguments of train.py in the queue by the run's folder."""

@@ -3,6 +3,8 @@
 import hashlib
 import re
 import statistics
+import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,35 +25,47 @@ SECONDS_OF_A_START = 5
 
 
 class Plans:
-    """Dry runs, each in a folder of its own: its lock is written at the start, its log until the end."""
+    """Dry runs, one at a time, each in a folder of its own: its lock is written at the start, its log until the end."""
 
     def __init__(self, jobs: Jobs, folder: Path) -> None:
         self.jobs, self.folder = jobs, folder
+        self._waiting: dict[str, list[str]] = {}  # arguments by key
+        self._running: subprocess.Popen[bytes] | None = None
+        self._one_thread = threading.Lock()
 
     def start(self, arguments: Sequence[str], again: bool) -> str:
-        """Start a dry run, unless its result is kept or on its way, and return the key of its settings."""
+        """Start a dry run, or let it wait for others, unless its result is kept or on its way; return its key."""
         key = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
         run = RunFolder(self.folder / key)
-        if user_of(run.path) is None and (again or "╰" not in _printed(run)):
-            require_no_link(self.jobs.outputs, run.log)
-            run.log.unlink(missing_ok=True)
-            self.jobs.start([*arguments, argument("output_dir", str(run)), "task=dry_run"], run)
+        with self._one_thread:
+            if key not in self._waiting and user_of(run.path) is None and (again or "╰" not in _printed(run)):
+                require_no_link(self.jobs.outputs, run.log)
+                run.log.unlink(missing_ok=True)
+                self._waiting[key] = [*arguments, argument("output_dir", str(run)), "task=dry_run"]
+        self._start_next()
         return key
+
+    def _start_next(self) -> None:
+        with self._one_thread:
+            if self._waiting and (self._running is None or self._running.poll() is not None):
+                key = next(iter(self._waiting))
+                self._running = self.jobs.start(self._waiting.pop(key), RunFolder(self.folder / key))
 
     def state(self, key: str) -> dict[str, Any]:
         """Return a dry run's rows and notes, or its mistake; of a running one, its last line and its seconds."""
-        run = RunFolder(self.folder / key)
-        if not re.fullmatch(r"[0-9a-f]{16}", key) or not run.log.is_file():
+        self._start_next()
+        run, waits = RunFolder(self.folder / key), key in self._waiting
+        if not re.fullmatch(r"[0-9a-f]{16}", key) or not (waits or run.log.is_file()):
             raise UserError("this estimate is not kept any more. Start it again.")
         printed = _printed(run)
-        starting = time.time() - _started(run) < SECONDS_OF_A_START
-        if "╰" not in printed and (starting or user_of(run.path) is not None) and "error: " not in printed:
+        took = 0.0 if waits else time.time() - _started(run)
+        is_used = took < SECONDS_OF_A_START or user_of(run.path) is not None
+        if waits or ("╰" not in printed and is_used and "error: " not in printed):
             recent = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime)[-RECENT:]
             done = [one for one in map(RunFolder, recent) if "╰" in _printed(one)]
-            took = [one.log.stat().st_mtime - _started(one) for one in done]
-            now = (printed.split("\n")[:-1] or ["starting"])[-1]
-            usual = statistics.median(took) if took else None
-            return {"key": key, "now": now, "took": time.time() - _started(run), "usual": usual}
+            usual = [one.log.stat().st_mtime - _started(one) for one in done]
+            now = "waiting for another estimate" if waits else (printed.split("\n")[:-1] or ["starting"])[-1]
+            return {"key": key, "now": now, "took": took, "usual": statistics.median(usual) if usual else None}
         if "╰" not in printed:
             return {"mistake": printed.rpartition("error: ")[2] if "error: " in printed else "This estimate was ended."}
         rows: list[list[str]] = []

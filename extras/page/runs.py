@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from cli.arguments import require_own
 from cli.resuming import OF_A_START
-from extras.page.answers import page, post
+from extras.page.answers import number, page, post
 from extras.page.jobs import Jobs, require_no_link, user_of
 from extras.page.progress import advice, mean_of_schedule, memory, monitored, time_left
 from foundation.errors import UserError, listing, printable
@@ -90,12 +90,14 @@ class Shelf:
 def subfolders(folder: Path, most: int | None = None) -> list[Path]:
     """Return the visible folders among the first `most` entries of a folder; none if it cannot be read."""
     with suppress(OSError), os.scandir(folder) as found:
-        return [Path(one.path) for one in islice(found, most) if one.is_dir() and not one.name.startswith(".")]
+        visible = [one for one in islice(found, most) if not one.name.startswith(".")]
+        # A link may lead to a closed folder.
+        return [Path(one.path) for one in visible if (os.path.isdir(one) if one.is_symlink() else one.is_dir())]
     return []
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.yaml", "log.txt"))
+    return any(os.path.isfile(folder / name) for name in ("config.yaml", "log.txt"))
 
 
 def _time(path: Path) -> float:
@@ -278,7 +280,7 @@ class RunsPage:
     def show_all(self, request: Request) -> Response:
         """Show the list."""
         asked = {name: request.query_params.get(name, "")[:200] for name in ("search", "sort", "first")}
-        first = int(asked["first"]) if asked["first"].isdecimal() else 0
+        first = number(asked["first"])
         names = self.shelf.found(asked["search"], asked["sort"])
         found = [summarize(name, self.shelf.get(name)) for name in names[first : first + LISTED]]
         queue: list[str] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir, mkdtemp
 from typing import Any
 
+import psutil
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
@@ -35,10 +36,11 @@ class TryPage:
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
-        for lock in Path(gettempdir()).glob(f"retouch-try-*/{LOCK}"):
-            if holder(lock.parent) is None:  # of a page that was killed
-                shutil.rmtree(lock.parent, ignore_errors=True)
-        self._temporary = TemporaryDirectory(prefix="retouch-try-", ignore_cleanup_errors=True)
+        others = {str(pid) for pid in psutil.pids()} - {str(os.getpid())}  # which may not have written their locks yet
+        for folder in Path(gettempdir()).glob("retouch-try-*"):
+            if holder(folder) is None and folder.name.split("-")[2] not in others:  # of a page that was killed
+                shutil.rmtree(folder, ignore_errors=True)
+        self._temporary = TemporaryDirectory(prefix=f"retouch-try-{os.getpid()}-", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
         (self._folder / LOCK).write_bytes(lock_content(os.getpid()))
         self._output = self._folder / "output.txt"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import UserError, listing, printable
-from foundation.files import kind_of_file, read_bytes, reading
+from foundation.files import TEXT, kind_of_file, read_bytes, reading, with_short_header
 from foundation.hub import repository_file
 from lightning_modules.lora_files.delta import Delta, LowRank
 from lightning_modules.lora_files.kinds import make_delta, matching_kinds
@@ -31,8 +31,6 @@ HEADER_KEY = "retouch"
 DIFFUSERS_KEY = "lora_adapter_metadata"
 NAME_ANOTHER = "name a LoRA's safetensors file, or download it again"
 CORRECT = "Correct the wrong one, or download both again"
-# Bytes; a LoRA of thousands of layers has a header of about one million.
-LARGEST_HEADER = 10 * 10**6
 # Letters; layer names have about a hundred.
 LONGEST_NAME = 500
 # Settings of the scale, of training only, or of which layers are adapted.
@@ -138,11 +136,7 @@ class LoRAFile:
         with reading(self.path, NAME_ANOTHER):
             if kind := kind_of_file(path):
                 raise UserError(f"{path} is {kind}; {NAME_ANOTHER}")
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-            if LARGEST_HEADER < length <= path.stat().st_size:
-                raise ValueError(f"its header has {length:,} bytes")
-            with safetensors.safe_open(path, framework="pt") as opened:
+            with safetensors.safe_open(with_short_header(path), framework="pt") as opened:
                 self.metadata: dict[str, str] = opened.metadata() or {}
                 shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
                 # A kernel of one pixel is a matrix.
@@ -317,7 +311,7 @@ class LoRAFile:
         config = self.path.with_name(PEFT_CONFIG_NAME)
         if self.path.name == PEFT_WEIGHTS_NAME and config.is_file():
             with reading(config, "download it again"):
-                found[PEFT_CONFIG_NAME] = _json_object(read_bytes(config, LARGEST_HEADER).decode())
+                found[PEFT_CONFIG_NAME] = _json_object(read_bytes(config, TEXT).decode())
         return found
 
     def _error(self, text: str) -> UserError:

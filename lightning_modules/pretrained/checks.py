@@ -13,7 +13,7 @@ from torch import nn
 
 from foundation.catalogue import shipped_models
 from foundation.errors import UserError, listing
-from foundation.files import reading
+from foundation.files import MODEL_JSON, read_bytes, reading
 from foundation.hub import repository_file
 from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights, Weights, rotated_group
@@ -64,7 +64,7 @@ def models_for(class_name: str | None) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a repository's file; raise a UserError for anything else."""
     with reading(path, GET_AGAIN):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bytes(path, MODEL_JSON))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
     return content
@@ -91,7 +91,7 @@ def check_component(folder: Path, class_name: str) -> None:
         open_weights(str(folder), None, library_of(class_name))
     for path in folder.glob("*.json"):
         with reading(path, GET_AGAIN):
-            json.loads(path.read_text(encoding="utf-8"))
+            json.loads(read_bytes(path, MODEL_JSON))
 
 
 def _require(folder: Path, choices: Iterable[tuple[str, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,8 +27,8 @@ from lightning_modules.pretrained.weights import GET_AGAIN, SafetensorsWeights, 
 from lightning_modules.quantization.linear import HINTS, SCALED
 from lightning_modules.quantization.quantization import MARKERS
 
-# Most reads of a GGUF file's header; a vocabulary of 256,000 words takes a million.
-MOST_READS = 1_500_000
+# Most reads of a GGUF file's header, a few for each key and tensor, and words of a vocabulary in it.
+MOST_READS, MOST_WORDS = 60_000, 2**20
 # A layer's tensor: the layer and the part.
 PART = re.compile(rf"(.+?)\.((?:weight|bias|SCB|weight_format|{SCALED})(?:\.[\w.]+)?)")
 
@@ -56,7 +57,11 @@ def open_file(path: Path) -> Weights:
 
 
 def _bounded(reader: type[Any]) -> type[Any]:
-    """Return gguf's reader, which ends at the end of the file, and after many values: an array may claim any length."""
+    """Return gguf's reader, which ends at the end of the file, and after many keys: an array may claim any length.
+
+    It reads an array of numbers at once, and passes over vocabularies.
+    """
+    from gguf import GGUFValueType
 
     class Reader(reader):
         left = MOST_READS
@@ -66,6 +71,21 @@ def _bounded(reader: type[Any]) -> type[Any]:
             if self.left < 0 or int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
                 raise ValueError("its header does not end")
             return super()._get(offset, dtype, count, override_order)
+
+        def _get_field_parts(self, start: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(start, raw_type)
+            (kind,), (length,) = self._get(start, np.uint32), self._get(start + 4, np.uint64)
+            kind, length, end = GGUFValueType(kind), int(length), start + 12
+            if dtype := self.gguf_scalar_to_np.get(kind):
+                values = self._get(end, dtype, length)
+                return 12 + int(values.nbytes), [values], [0], [GGUFValueType.ARRAY, kind]
+            if kind != GGUFValueType.STRING or length > MOST_WORDS:
+                raise ValueError(f"its header has an array of {length:,} values of the type {kind.name}")
+            size, content = "<Q" if self.byte_order == "I" else ">Q", memoryview(self.data)
+            for _ in range(length):
+                end += 8 + struct.unpack_from(size, content, end)[0]
+            return end - start, [], [], [GGUFValueType.ARRAY, kind]
 
     return Reader
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from foundation.errors import UserError
-from foundation.files import reading, replacing
+from foundation.files import TEXT, reading, replacing, with_short_header
 from lightning_modules.lora_files.names import WRAPPERS
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import QUANTIZATIONS, Quantization, return_freed_memory
@@ -59,7 +60,7 @@ class SafetensorsWeights(Weights):
         self.dtypes, self.shapes, self.notes = {}, {}, {}
         self.files, self._stored = dict[str, Path](), dict[str, str]()
         for file in files:
-            with reading(file, GET_AGAIN), safe_open(file, "pt") as opened:
+            with reading(file, GET_AGAIN), safe_open(with_short_header(file), "pt") as opened:
                 metadata = json.loads((opened.metadata() or {}).get("_quantization_metadata", "{}"))
                 notes = metadata.get("layers", {})
                 for stored in opened.keys():  # noqa: SIM118 (not a dict)
@@ -71,6 +72,8 @@ class SafetensorsWeights(Weights):
                     self.dtypes[name], self.shapes[name] = part.get_dtype(), tuple(part.get_shape())
                     self.files[name], self._stored[name] = file, stored
                     if name.endswith(".comfy_quant"):
+                        if math.prod(part.get_shape()) > TEXT:
+                            raise ValueError(f"{stored} is larger than a note")
                         notes[name.removesuffix(".comfy_quant")] = json.loads(bytes(opened.get_tensor(stored).tolist()))
                 self.notes |= {layer: {**note.get("params", {}), **note} for layer, note in notes.items()}
         self._open: tuple[Path, Any] | None = None

@@ -102,7 +102,7 @@ def test_nothing_is_published_through_a_link(hub, gallery, copied, said, tmp_pat
     if at.is_dir():
         at.rename(tmp_path / "moved")
     at.symlink_to(run.path / target[4:] if target.startswith("run/") else tmp_path / target)
-    uploads.push_to_hub(run, "lora", NAME, True)
+    hub_upload.push_to_hub(run, "lora", NAME, True)
     assert b"secret" not in hub.files.values()
     assert ("best/README.md" in hub.files) == (link not in ("lora", "lora/best"))
     assert not [name for name in hub.files if name.endswith("ckpt")]

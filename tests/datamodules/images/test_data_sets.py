@@ -1,5 +1,9 @@
 """Data sets of Hugging Face: what their columns may hold, and what is wrong with them in one line."""
 
+import json
+import os
+import socket
+
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -140,6 +144,94 @@ def test_arrow_file_that_is_cut_anywhere_is_no_shorter_data_set(tmp_path):
 def test_empty_table_is_a_line(tmp_path):
     with pytest.raises(UserError, match=f"data.root={tmp_path}/x.parquet: .*; repair it"):
         find_samples([Root(parquet(tmp_path, source=pa.array([], pa.binary())))])
+
+
+def readme(files):
+    configs = [{"config_name": "default", "data_files": files}]
+    return lambda folder: (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+
+
+def script(folder):
+    (folder / f"{folder.name}.py").write_text("raise SystemExit")
+    (folder / "dataset_infos.json").write_text(json.dumps({"default": {"download_checksums": {"http://h/x": {}}}}))
+
+
+HARMLESS = {
+    "address": readme("http://127.0.0.1:9/x.parquet"),
+    "above": readme("../outside/x.parquet"),
+    "pattern": readme([{"split": "train", "path": ["../*/*.parquet", "/etc/**"]}]),
+    "hub": readme("hf://datasets/owner/name/x.parquet"),
+    "script": script,
+    "pattern as name": lambda folder: (folder / "data.parquet").rename(folder / "[d]*.parquet"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMLESS.values(), ids=HARMLESS)
+def test_only_the_files_of_a_local_data_set_are_read_and_nothing_is_asked_of_a_network(tmp_path, monkeypatch, harm):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *place, **_: pytest.fail(f"a request to {place}"))
+    (tmp_path / "outside").mkdir()
+    data_set(3).to_parquet(tmp_path / "outside/x.parquet")
+    (folder := tmp_path / "[stranger]").mkdir()
+    data_set(2).to_parquet(folder / "data.parquet")
+    harm(folder)
+    assert len(find_samples([Root(folder)]).samples) == 2
+    assert len(find_samples([Root(next(folder.glob("*.parquet")))]).samples) == 2
+
+
+def renamed(name, change):
+    def write(folder):
+        data_set(1).save_to_disk(folder)
+        content = json.loads((folder / "state.json").read_text())
+        (folder / name).write_text(json.dumps(change(content, os.path.join(folder.parent, "outside/x.arrow"))))
+
+    return write
+
+
+def state(content, path):
+    return content | {"_data_files": [{"filename": path}]}
+
+
+HARMFUL = {
+    "link": lambda folder: (folder / "data.parquet").symlink_to(folder.parent / "outside/x.parquet"),
+    "linked folder": lambda folder: (folder / "data").symlink_to(folder.parent / "outside"),
+    "address as name": lambda folder: data_set(1).to_parquet(folder / "a::http:b.parquet"),
+    "saved, absolute": renamed("state.json", state),
+    "saved, above": renamed("state.json", lambda content, _: state(content, "../outside/x.arrow")),
+    "saved, splits": renamed("dataset_dict.json", lambda *_: {"splits": ["../outside"]}),
+    "saved, types": renamed("dataset_dict.json", lambda *_: {"splits": [{"a": 1}]}),
+    "saved, list": renamed("state.json", lambda *_: ["x"]),
+}
+
+
+@pytest.mark.parametrize("harm", HARMFUL.values(), ids=HARMFUL)
+def test_a_file_outside_of_a_local_data_set_is_a_line(tmp_path, harm):
+    (tmp_path / "outside").mkdir()
+    data_set(3).to_parquet(tmp_path / "outside/x.parquet")
+    as_arrow(tmp_path / "saved").rename(tmp_path / "outside/x.arrow")
+    (tmp_path / "saved/state.json").rename(tmp_path / "outside/state.json")
+    (folder := tmp_path / "stranger").mkdir()
+    harm(folder)
+    with pytest.raises(UserError, match=f"data.root={folder}") as error:
+        find_samples([Root(folder)])
+    assert "\n" not in str(error.value)
+
+
+def test_a_cell_names_no_file_outside_and_a_snapshot_of_the_hub_links_to_its_blobs(tmp_path):
+    folder, blob = tmp_path / "datasets--o--n/snapshots/1", tmp_path / "datasets--o--n/blobs/2"
+    for one in (folder / "data", blob.parent):
+        one.mkdir(parents=True)
+    for path in (tmp_path / "out.png", blob):
+        path.write_bytes(picture(0))
+    (folder / "own.png").symlink_to(blob)
+    (folder / "link.png").symlink_to(tmp_path / "out.png")
+    names = ["own.png", "link.png", "../../../out.png", str(tmp_path / "out.png"), "http://127.0.0.1:9/x.png"]
+    cells = [{"bytes": None, "path": name} for name in names]
+    pq.write_table(pa.table({"source": names, "target": cells, "text": names}), blob.with_name("3"))
+    (folder / "data/train-00000-of-00001.parquet").symlink_to(blob.with_name("3"))
+    found = find_samples([Root(folder)])
+    assert [one.target for one in found.samples] == [folder / "own.png"]
+    assert len(found.incomplete) == 4
 
 
 @pytest.mark.parametrize(

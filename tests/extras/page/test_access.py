@@ -1,13 +1,20 @@
 """The page answers its own browser only, reads no file by a path of a request, and shows every text as text."""
 
+import inspect
+import re
 import sys
+from urllib.parse import urlencode
 
 import pytest
 from starlette.testclient import TestClient
 
+from extras.page import tryout
+from extras.page.answers import HERE
 from extras.page.app import create_app, serve
+from extras.page.jobs import Jobs
 from foundation.errors import UserError
 from tests.extras.page.conftest import BASE, SECRET, TOKEN, write_run
+from tests.support.pictures import make_pairs
 
 PATHS = (
     "../secret.txt",
@@ -38,7 +45,9 @@ def test_only_an_address_with_the_token_opens_the_page_and_its_cookie_keeps_it_o
 def test_another_name_of_this_machine_is_refused_unless_the_page_is_for_others(client, outputs):
     """A foreign site could let its own name point to 127.0.0.1."""
     assert client.get("/runs", headers={"host": "evil.example:7860"}).status_code == 403
-    for host in ("localhost:9000", "127.0.0.1:7860", "[::1]:7860"):
+    for name in ("localhost.evil.example", "evil-localhost", "x.localhost.", "x.localhost@evil.example", ""):
+        assert client.get("/runs", headers={"host": name}).status_code == 403, name
+    for host in ("localhost:9000", "127.0.0.1:7860", "[::1]:7860", "mine.localhost:7860"):
         answer = client.get("/runs", params={"token": TOKEN}, headers={"host": host})
         assert answer.headers["set-cookie"]
     open_page = TestClient(create_app(TOKEN, local=False, outputs=outputs), "http://gpu.lan:7860")
@@ -80,6 +89,83 @@ def test_no_parameter_of_any_address_reads_a_file_of_that_path(client, outputs):
                 assert "root:x:" not in answer.text
                 if name in ("run", "sample", "part") and route.path == "/image":
                     assert answer.status_code == 404
+
+
+NASTY = {
+    "NUL": "\0",
+    "terminal": "\x1b[2J\x08",
+    "half a letter": "\udcff\ud800",
+    "separators": "\u2028\u202e\ufeff",
+    "5,000 letters": "x" * 5000,
+    "300 letters": "x" * 300,
+    "5,000 digits": "9" * 5000,
+    "deep": "[" * 1000,
+    "user": "~nosuchuser/x",
+    "above": "..",
+    "negative": "-1",
+    "not a number": "nan",
+    "infinite": "1e999",
+    "circle": "${trainer.max_steps}",
+    "environment": "${oc.env:HOME}",
+    "lines": "\r\n\r\n=\r\n",
+    "nothing": "",
+}
+NAMES = re.compile(r"""(?:get|getlist|asked|form|values)\W{1,3}"([\w./]+)"|name="([\w./]+)\"""")
+
+
+def everything(outputs):
+    """Return a field of each name that the page's sources read, with a value that is good for some route."""
+    sources = [path.read_text() for path in HERE.iterdir() if path.suffix in (".py", ".html")]
+    fields = dict.fromkeys(next(filter(None, found.groups())) for text in sources for found in NAMES.finditer(text))
+    return dict.fromkeys(fields, "1") | {
+        **{"run": "first", "which": "last", "request": "stop", "key": "0" * 16, "file": "page.css", "image": ""},
+        **{"set": "", "sample": "00", "part": "target", "show": "all", "task": "inspect", "role": "target"},
+        **{"data.root": str(outputs.parent / "pairs"), "path": str(outputs), "name": "renamed", "more": "", "when": ""},
+        **{
+            "output_dir": f"{outputs}/new",
+            "model": "embedded",
+            "folder": "f",
+            "lora": "",
+            "weight": "",
+            "captioner": "",
+        },
+    }
+
+
+def names_of(route, names):
+    """Return those of the names that the file of a route's handler contains, and one that none does."""
+    handler = inspect.getclosurevars(route.endpoint).nonlocals.get("handler", route.endpoint)
+    source = inspect.getsource(inspect.getmodule(handler))
+    return [*(name for name in names if f'"{name}"' in source), "unknown"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
+def test_no_value_of_any_field_of_any_route_is_a_mistake_of_ours(client, outputs, monkeypatch, value):
+    """Neither by itself among good ones, nor twice, nor as a file."""
+    monkeypatch.setattr(Jobs, "start", lambda *_: None)
+    monkeypatch.setattr(tryout, "COMMAND", [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    make_pairs(outputs.parent / "pairs", [(32, 32)])
+    hx, good = {"hx-request": "true"}, everything(outputs)
+    answer = client.post("/data/open", data={"data.root": good["data.root"]}, headers=hx)
+    good["set"] = answer.headers["hx-redirect"].partition("=")[2]
+    for route in client.app.app.routes:
+        own = {name: good.get(name, "") for name in names_of(route, good)}
+        asked = [[*(own | {name: value}).items()] for name in own]
+        for fields in [*asked, [(name, value) for name in [*own][:5] for _ in range(2)]]:
+            if not (outputs / "first").exists():  # renamed or deleted
+                write_run(outputs / "first", 4, "make it snow")
+            text = urlencode(fields, errors="surrogatepass")
+            if "GET" in route.methods:
+                answer = client.get(f"{route.path}?{text}", headers=hx)
+            else:
+                kind = {"content-type": "application/x-www-form-urlencoded"}
+                answer = client.post(route.path, content=text, headers={**hx, **kind})
+            assert answer.status_code < 500, (route.path, fields, answer.text)
+            assert answer.status_code < 400 or answer.text.count("\n") == 0, (route.path, answer.text)
+        if "POST" in route.methods:
+            answer = client.post(route.path, files=dict.fromkeys(own, ("x.png", b"x")), headers=hx)
+            assert 300 < answer.status_code < 500, (route.path, answer.text)
 
 
 def test_texts_of_runs_are_shown_as_text(client, outputs):

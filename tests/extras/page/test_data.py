@@ -21,6 +21,7 @@ from tests.support.commands import compose, run_task, short, wait_until
 from tests.support.pictures import make_pairs, photograph
 from tests.support.tiny_captioners import build_captioner
 
+HX = {"hx-request": "true"}
 HOSTILE = "<script>alert(1)</script>"
 
 
@@ -218,6 +219,39 @@ def test_a_text_is_replaced_in_the_captions_that_were_previewed_and_a_changed_fi
         assert client.post("/data/apply", data={"set": opened, "preview": stale}).status_code == 404
     for absent in ("Mirror", ""):
         assert "No caption file contains this text" in preview(client, opened, absent, "x")[0]
+
+
+UNREADABLE = {"NUL": "a\0", "ESC": "\x1b[2J", "U+0008": "x\x08", "C1": "\x9b", "long": "x" * (2**20 + 1)}
+
+
+@pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
+def test_the_page_saves_no_caption_that_a_scan_refuses(client, root, opened, text):
+    """Neither by saving, nor in some of the files in which it replaces, nor with an upload."""
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    shown = {"set": opened, "sample": "00", "before": (root / "training_images/00.txt").read_text().strip()}
+    answers = [client.post("/data/save", data={**shown, "text": text}, headers=HX)]
+    answers.append(client.post("/data/preview", data={"set": opened, "find": "mirror", "by": text}, headers=HX))
+    form = {"role": "target", "folder": "new"}
+    answers.append(client.post("/upload", data=form, files={"file": ("a.txt", text.encode())}, headers=HX))
+    prompt = {**form, "prompt": f"x{text}x"}
+    answers.append(client.post("/upload", data=prompt, files={"file": ("a.png", b"x")}, headers=HX))
+    for answer in answers:
+        assert answer.status_code == 400
+        assert re.search("is not UTF-8 text|at most 1,048,576 bytes|exceeded", answer.text)
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    assert not list(root.parent.glob("uploads/*/*/*"))
+
+
+def test_separators_and_an_empty_caption_are_saved_and_uploads_that_hold_no_caption_are_not(client, root, opened):
+    file = root / "training_images/00.txt"
+    for text in ("a\u2028b\u0085", "", "\ufeffé \U0001f600"):
+        form = {"set": opened, "sample": "00", "before": before(sample(client, opened, "00")), "text": text}
+        assert client.post("/data/save", data=form, headers=HX).status_code == 200
+        assert scan(client, root).status_code == 200
+    assert file.read_text() == "é \U0001f600\n".replace("é", "\ufeffé")
+    for file in (("a.json", b"7"), ("a.json", b"[" * 5000), ("b.json", b"9" * 6000), ("a.txt", "é".encode("utf-16"))):
+        form = {"role": "target", "folder": "new"}
+        assert client.post("/upload", data=form, files={"file": file}, headers=HX).status_code == 400
 
 
 def painted(size=(50, 36), box=(10, 9, 20, 18)):

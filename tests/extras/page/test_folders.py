@@ -24,6 +24,28 @@ def test_folders_are_listed_with_their_images_and_hidden_ones_are_not(client, tm
     assert listed(client, "\0") == listed(client, "")
 
 
+def test_a_folder_that_cannot_be_looked_into_hides_no_other_and_odd_paths_are_the_nearest(client, tmp_path):
+    """For a normal user a closed one; a path that becomes too long is one for root, too."""
+    above = tmp_path / "above"
+    while len(str(above)) < 3700:
+        above /= "x" * 250
+    (above / ("y" * (4090 - len(str(above)) - 1))).mkdir(parents=True)
+    (above / "good").mkdir()
+    assert "good" in listed(client, above)
+    (tmp_path / "outputs/link").symlink_to(tmp_path / ("z" * 250), target_is_directory=True)
+    (tmp_path / "outputs/circle").symlink_to(tmp_path / "outputs/circle")
+    assert "first" in listed(client, tmp_path / "outputs")
+    for path in ("~nosuchuser", "~nosuchuser/x", "x" * 5000, f"{tmp_path}/" + "x/" * 2500, f"{tmp_path}/{'x' * 300}"):
+        assert "use this folder" in listed(client, path)
+
+
+@pytest.mark.parametrize("form", [{"name": "x" * 300 + ".png"}, {"folder": "x" * 300}, {"name": "x" * 251 + ".png"}])
+def test_names_that_are_too_long_are_a_line(client, outputs, form):
+    answer = upload(client, **{"name": "a.png", "prompt": "x", **form})
+    assert (answer.status_code, "File name too long" in answer.text) in ((400, True), (204, False))
+    assert client.post("/rename", data={"run": "first", "name": "x" * 300}).status_code == 400
+
+
 def upload(client, name, content=b"x", **form):
     form = {"role": "target", "folder": "2026-11-28_12-00-00", **form}
     return client.post("/upload", data=form, files={"file": (name, content)}, headers={"hx-request": "true"})

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -57,6 +58,13 @@ def content(text):
         pytest.param("config.yaml", content("trainer: !!python/name:os.system"), id="tag"),
         pytest.param("config.yaml", content("trainer: 5\nhydra: 7\nmodel_name: [1]"), id="types"),
         pytest.param("config.yaml", content("trainer: {max_steps: '${a}${a}'}"), id="several interpolations"),
+        pytest.param("config.yaml", content("trainer: {max_steps: '${trainer.max_steps}'}"), id="circle"),
+        pytest.param("config.yaml", content("trainer: {max_steps: '${a.b}'}\na: {b: '${trainer}'}"), id="wider circle"),
+        pytest.param("config.yaml", content("a: &a [*a]\ntrainer: {max_steps: '${oc.select:a}'}"), id="endless list"),
+        pytest.param("config.yaml", content("trainer: {max_steps: " + "[" * 900 + "}"), id="deep"),
+        pytest.param("lora/last/pytorch_lora_weights.safetensors", pipe, id="LoRA is a pipe"),
+        pytest.param("lora/last/pytorch_lora_weights.safetensors", Path.mkdir, id="LoRA is a folder"),
+        pytest.param("metrics.csv", content("step,loss,seconds\n" + "9" * 5000 + ",1,1e308\n"), id="5,000 digits"),
         pytest.param("config.yaml", zeros, id="config.yaml is /dev/zero"),
         pytest.param("samples/step-000004/one.png", pipe, id="image is a pipe"),
         pytest.param("samples/step-000004/one.png", zeros, id="image is /dev/zero"),
@@ -77,11 +85,13 @@ def content(text):
 )
 def test_harmful_files_are_a_line_and_hide_no_other_run(client, outputs, name, harm):
     write_run(outputs / "bad", 4, "x")
+    (outputs / "bad" / name).parent.mkdir(parents=True, exist_ok=True)
     harm(outputs / "bad" / name)
     client = TestClient(client.app, BASE, raise_server_exceptions=True, cookies=client.cookies)
     assert 'href="/run?run=first"' in client.get("/runs").text
     sample = {"run": "bad", "sample": "4/one"}
     addresses = ("/run?run=bad", "/compare?run=first&run=bad", "/report?run=bad", "/start?run=bad", "/try?run=bad")
+    addresses += ("/lora?run=bad&which=last",)
     answers = [client.get(address) for address in addresses]
     answers += [client.get("/image", params={**sample, "part": part}) for part in ("all", "0", "1", "99", "x")]
     assert {answer.status_code for answer in answers} <= {200, 400, 404}

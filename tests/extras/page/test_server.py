@@ -42,6 +42,32 @@ def test_connections_that_say_nothing_lock_nobody_out_and_are_closed(tmp_path):
         assert client.open(address.partition("?")[0] + "runs", timeout=60).status == 200
 
 
+REFUSED = b"GET /runs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+STRANGERS = {
+    "refused": REFUSED,
+    "no address": b"GET / HTTP/1.1\r\nHost: [::1\r\n\r\n",
+    "half a request after an answer": REFUSED + REFUSED[:20],
+    "reads no answer": REFUSED * 2000,
+    "slow body": b"POST /try HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nx",
+    "websocket": REFUSED[:-2] + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+}
+
+
+@pytest.mark.slow
+def test_connections_without_access_lock_nobody_out_whatever_they_were_answered(tmp_path):
+    with studio(tmp_path) as (_, address):
+        client, strangers = opened(address), []
+        for kind, content in STRANGERS.items():
+            for _ in range(260):
+                strangers.append(connect(address))
+                strangers[-1].setblocking(False)
+                with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                    strangers[-1].send(content)
+            time.sleep(0.5)  # for the answers
+            for _ in range(3):
+                assert client.open(address.partition("?")[0] + "runs", timeout=60).status == 200, kind
+
+
 @pytest.mark.slow
 def test_headers_have_a_limit(tmp_path):
     with studio(tmp_path) as (_, address):

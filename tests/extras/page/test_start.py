@@ -18,6 +18,7 @@ from starlette.datastructures import FormData
 
 from cli.arguments import read_values
 from extras.page.jobs import Jobs
+from extras.page.plans import Plans
 from extras.page.runs import Shelf, state_of
 from extras.page.start import arguments_of, asked_by
 from foundation.errors import UserError
@@ -245,6 +246,33 @@ def test_a_run_is_not_started_twice_at_once(outputs):
         outcomes = [one.exception() for one in [pool.submit(jobs.start, arguments, run) for _ in range(2)]]
     assert sorted(map(bool, outcomes)) == [False, True]
     assert "is in use" in str(next(filter(None, outcomes)))
+
+
+def test_estimates_run_one_at_a_time_and_the_others_wait_in_their_order(outputs):
+    processes = {}
+
+    class Held(Jobs):
+        def start(self, arguments, run, script="train"):
+            assert all(one.poll() is not None for one in processes.values()), "one at a time"
+            run.path.mkdir(parents=True)
+            run.log.touch()
+            command = [sys.executable, "-c", "input()", "train"]
+            processes[arguments[0]] = process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            (run.path / ".lock").write_bytes(lock_content(process.pid))
+            return process
+
+    plans = Plans(Held(outputs, lambda: None), outputs / ".plans")
+    settings = [f"seed={number}" for number in range(6)]
+    keys = [plans.start([one], again=one == settings[2]) for one in [*settings, *settings]]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda one: plans.start([one], True), settings)) == keys[:6]
+    assert [*processes] == settings[:1]
+    shown = [plans.state(key)["now"] for key in keys]
+    assert shown == (["starting"] + ["waiting for another estimate"] * 5) * 2
+    for number in range(1, 7):
+        processes[settings[number - 1]].communicate(b"\n")
+        plans.state(keys[3])  # whichever page looks
+        assert [*processes] == settings[: number + 1]
 
 
 def estimated(client, **form):

@@ -2,9 +2,12 @@
 
 import html
 import json
+import os
+import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from io import BytesIO
@@ -19,6 +22,8 @@ from starlette.testclient import TestClient
 
 from extras.page.app import create_app
 from extras.page.jobs import Jobs
+from extras.page.runs import Shelf
+from extras.page.tryout import TryPage
 from foundation.errors import UserError
 from lightning_modules.lora_files.reading import HEADER_KEY, WEIGHTS_NAME
 from lightning_modules.pretrained.frozen_base import FrozenBase
@@ -204,6 +209,30 @@ def test_a_run_that_starts_gets_the_memory_and_an_inspection_or_a_refused_start_
     with pytest.raises(UserError, match="is a link"):
         jobs.start(["--version"], run)
     assert len(freed) == 1
+
+
+def test_folders_of_killed_pages_are_removed_with_or_without_a_lock_and_those_of_living_ones_kept(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        locks = {
+            "none": None,
+            "empty": b"",
+            "damaged": b" x y",
+            "stale": f" {platform.node()} {ended.pid} 1.0".encode(),
+        }
+        for pid in (living.pid, ended.pid, os.getpid()):  # containers number their processes alike
+            for name, lock in locks.items():
+                (folder := tmp_path / f"retouch-try-{pid}-{name}").mkdir()
+                if lock is not None:
+                    (folder / ".lock").write_bytes(lock)
+        page = TryPage(Shelf(tmp_path / "outputs"))
+        kept = {path.name for path in tmp_path.iterdir()} - {page._folder.name}
+        assert kept == {f"retouch-try-{living.pid}-{name}" for name in locks}
+        living.communicate(b"\n")
 
 
 def test_only_images_of_the_tab_are_read(tab, tmp_path):
