@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import UserError
-from lightning_modules.blocks import LastBlock, blocks, with_attribute
+from lightning_modules.blocks import blocks
 from lightning_modules.execution.attention import keep_attention, keep_attention_compiled
 
 # In the order in which `auto` prefers them: of more recomputation and less memory. Of the blocks that are recomputed,
@@ -59,9 +59,6 @@ def set_checkpointing(transformer: Any, policy: str, bind_rank_mask: Callable[[n
     def run(block: nn.Module, *args: Any) -> Any:
         if block not in chosen:
             return block(*args)
-        again = bind_rank_mask(block)
-        if isinstance(block.forward, LastBlock):
-            again = with_attribute(block.forward, "target_tokens", again)
-        return recomputed(again, policy)(*args)
+        return recomputed(bind_rank_mask(block), policy)(*args)
 
     transformer.enable_gradient_checkpointing(run)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HOME
 
-from lightning_modules.blocks import LastBlock, blocks
+from lightning_modules.blocks import blocks
 from lightning_modules.execution.checkpointing import recomputed, recomputed_blocks
 
 log = logging.getLogger("retouch")
@@ -52,11 +52,7 @@ def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
     _Compiled.fails = False
     for block in found.values():
-        used, forward = policy if block in chosen else "none", block.forward
-        if isinstance(forward, LastBlock):
-            forward.full, forward.compute = (_Compiled(run, used, dynamic) for run in (forward.full, forward.compute))
-        else:
-            block.forward = _Compiled(forward, used, dynamic)
+        block.forward = _Compiled(block.forward, policy if block in chosen else "none", dynamic)
 
 
 def _keep_kernels() -> None:

@@ -15,7 +15,7 @@ from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gates import Gate, RankGate
 from lightning_modules.adapters.peft_layers import cast_inputs
-from lightning_modules.blocks import cast_inputs_once, streamed_blocks, trim_last_block
+from lightning_modules.blocks import cast_inputs_once, streamed_blocks
 from lightning_modules.execution.attention import check_attention_backend, set_attention_backend
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
 from lightning_modules.execution.compilation import compile_blocks, compiles
@@ -119,8 +119,6 @@ class Execution:
     def adapt(self, transformer: Any) -> None:
         """Inject the adapter and prepare the transformer for training; it may be on the meta device."""
         self.adapter.inject(transformer, self.family.layers)
-        if self.family.last_block is not None:
-            trim_last_block(transformer, *self.family.last_block)
         cast_inputs_once(transformer)
 
     def adapted_meta_transformer(self) -> Any:
