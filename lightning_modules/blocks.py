@@ -29,19 +29,25 @@ def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
     return {name: found[name] for name in chosen}
 
 
-def with_attribute(owner: Any, attribute: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Bind an attribute's present value: the returned function restores it while it runs."""
-    value = getattr(owner, attribute)
+def repeatable(run: Callable[..., Any], *attributes: tuple[Any, str]) -> Callable[..., Any]:
+    """Return a function whose later calls find attributes, given as (owner, name), as the first call left them."""
+    left: list[Any] = []
 
-    def later(*args: Any) -> Any:
-        present = getattr(owner, attribute)
-        setattr(owner, attribute, value)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not left:
+            result = run(*args, **kwargs)
+            left.extend(getattr(owner, name) for owner, name in attributes)
+            return result
+        present = [getattr(owner, name) for owner, name in attributes]
+        for (owner, name), value in zip(attributes, left, strict=True):
+            setattr(owner, name, value)
         try:
-            return run(*args)
+            return run(*args, **kwargs)
         finally:
-            setattr(owner, attribute, present)
+            for (owner, name), value in zip(attributes, present, strict=True):
+                setattr(owner, name, value)
 
-    return later
+    return call
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -180,7 +180,7 @@ class FakeStep:
 
     def _bind(self, block: nn.Module) -> Callable[..., Any]:
         """Bind the rank mask, and compute as on CUDA: PyTorch leaves the mode in a backward pass."""
-        again = self.execution.adapter.bind_rank_mask(block)
+        again = self.execution.bind(block)
 
         def run(*args: Any) -> Any:
             with OnCuda(self.dtype):

@@ -12,6 +12,8 @@ from foundation.errors import UserError
 from lightning_modules.blocks import blocks
 from lightning_modules.execution.attention import keep_attention, keep_attention_compiled
 
+# Returns a function that computes a block again as in its first call: `Execution.bind`.
+Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 # In the order in which `auto` prefers them: of more recomputation and less memory. Of the blocks that are recomputed,
 # all but those of `full` keep attention.
 POLICIES = ("none", "every_2", "attention", "full")
@@ -44,12 +46,11 @@ def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False) -> 
     return partial(checkpoint, run, use_reentrant=False, **({} if policy == "full" else {"context_fn": kept}))
 
 
-def set_checkpointing(transformer: Any, policy: str, bind_rank_mask: Callable[[nn.Module], Callable[..., Any]]) -> None:
+def set_checkpointing(transformer: Any, policy: str, bind: Bind) -> None:
     """Apply a policy to a diffusers model.
 
     Args:
         policy: as `read_policy` returns it, but not auto.
-        bind_rank_mask: returns a function that recomputes a block later with the present rank mask and signs.
     """
     chosen = set(recomputed_blocks(transformer, policy))
     if not chosen:
@@ -59,6 +60,6 @@ def set_checkpointing(transformer: Any, policy: str, bind_rank_mask: Callable[[n
     def run(block: nn.Module, *args: Any) -> Any:
         if block not in chosen:
             return block(*args)
-        return recomputed(bind_rank_mask(block), policy)(*args)
+        return recomputed(bind(block), policy)(*args)
 
     transformer.enable_gradient_checkpointing(run)

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 
 from lightning_modules.blocks import blocks
-from lightning_modules.execution.checkpointing import recomputed, recomputed_blocks
+from lightning_modules.execution.checkpointing import Bind, recomputed, recomputed_blocks
 
 log = logging.getLogger("retouch")
 
@@ -33,7 +33,7 @@ def compiles(setting: bool | str, device: torch.device, passes: int) -> bool:
     return device.type == "cuda" and passes >= EARNED and not torch.are_deterministic_algorithms_enabled()
 
 
-def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none") -> None:
+def compile_blocks(transformer: Any, dynamic: bool | None, policy: str, bind: Bind) -> None:
     """Compile the blocks, one graph for all that are alike.
 
     Their forwards are compiled, not their calls: hooks, which stream or gather blocks, stay outside.
@@ -41,6 +41,7 @@ def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none")
     Args:
         dynamic: whether one graph serves all sizes; None compiles one for the first size and another for a second.
         policy: what the graphs recompute, of `recomputed_blocks`.
+        bind: as for `set_checkpointing`, where a block cannot be compiled.
     """
     log.info("compiling the transformer's blocks: once, for about a minute, and faster in later runs")
     _keep_kernels()
@@ -50,9 +51,11 @@ def compile_blocks(transformer: Any, dynamic: bool | None, policy: str = "none")
     # Several lists may have one class (Z-Image has three): their graphs differ but count as one function's.
     graphs = len({name.rpartition(".")[0] for name in found}) * GRAPHS
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
-    _Compiled.fails = False
+    # Else a backward graph that cannot be compiled would end the step, after its forward pass.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    Compiled.fails = False
     for block in found.values():
-        block.forward = _Compiled(block.forward, policy if block in chosen else "none", dynamic)
+        block.forward = Compiled(block.forward, policy if block in chosen else "none", dynamic, bind)
 
 
 def _keep_kernels() -> None:
@@ -77,43 +80,44 @@ def _log_graphs() -> None:
     torch._dynamo.callback_handler.register_end_callback(note)
 
 
-class _Compiled:
+class Compiled:
     """A compiled forward; where compiling fails (no Triton, no C compiler, an old card), the eager one, with one note.
 
     Args:
         forward: a block's forward, or a compiled one to compile in another way.
-        policy: what its graph recomputes.
+        policy, dynamic, bind: as for `compile_blocks`.
     """
 
     fails = False  # for all blocks
 
-    def __init__(self, forward: Callable[..., Any], policy: str, dynamic: bool | None) -> None:
-        self.own: Callable[..., Any] = forward.own if isinstance(forward, _Compiled) else forward
-        own = self.own
+    def __init__(self, forward: Callable[..., Any], policy: str, dynamic: bool | None, bind: Bind) -> None:
+        own: Callable[..., Any] = forward.own if isinstance(forward, Compiled) else forward
+        self.own, self._policy, self._bind = own, policy, bind
         again = own if policy == "none" else recomputed(own, policy, compiled=True)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return again(*args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 
-        self._eager = run
         self._compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _Compiled.fails:
-            return self._eager(*args, **kwargs)
-        try:
-            return self._compiled(*args, **kwargs)
-        except Exception as error:
-            if (cause := why_not_compiled(error)) is None:
-                raise
-            _Compiled.fails = True
-            log.warning(f"note: steps are slower than possible: the blocks cannot be compiled: {cause}")
-            return self._eager(*args, **kwargs)
+        if not Compiled.fails:
+            try:
+                return self._compiled(*args, **kwargs)
+            except Exception as error:
+                if (cause := why_not_compiled(error)) is None:
+                    raise
+                Compiled.fails = True
+                log.warning(f"note: steps are slower than possible: the blocks cannot be compiled: {cause}")
+        if self._policy == "none" or not torch.is_grad_enabled():
+            return self.own(*args, **kwargs)
+        return recomputed(self._bind(self.own), self._policy)(*args, **kwargs)
 
 
 def why_not_compiled(error: BaseException) -> str | None:
     """Return the cause of an error of torch.compile; None for other errors."""
     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return None
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+    text = str(error.__cause__ or error)
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__

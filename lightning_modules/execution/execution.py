@@ -15,10 +15,10 @@ from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gates import Gate, RankGate
 from lightning_modules.adapters.peft_layers import cast_inputs
-from lightning_modules.blocks import cast_inputs_once, streamed_blocks
+from lightning_modules.blocks import cast_inputs_once, repeatable, streamed_blocks
 from lightning_modules.execution.attention import check_attention_backend, set_attention_backend
 from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
-from lightning_modules.execution.compilation import compile_blocks, compiles
+from lightning_modules.execution.compilation import Compiled, compile_blocks, compiles
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights
 from lightning_modules.family import Family
 from lightning_modules.pretrained.checks import note_once
@@ -155,7 +155,7 @@ class Execution:
             vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
         set_attention_backend(transformer, self.attention_backend, self.base.device)
         if not self.trains and compiles(self.compile, self.base.device, passes=0):
-            compile_blocks(transformer, None)
+            compile_blocks(transformer, None, "none", self.bind)
 
     @property
     def rank_gates(self) -> list[RankGate]:
@@ -169,19 +169,19 @@ class Execution:
         waits = self.offload["blocks"] or self.offload["activations"]
         return self.checkpointing == "auto" and self.base.device.type == "cuda" and not waits
 
+    def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that computes a block again as in its first call: its rank mask, signs, and kernels."""
+        gates = [*self.rank_gates, *([] if self.direction is None else [self.direction])]
+        return repeatable(run, *((gate, "factors") for gate in gates), (Compiled, "fails"))
+
     def set_checkpointing(self, transformer: Any, policy: str, is_final: bool = True) -> None:
         """Make the following steps keep what this policy says, and compile the blocks if it is the final one."""
-
-        def bind(block: nn.Module) -> Callable[..., Any]:
-            again = self.adapter.bind_rank_mask(block)
-            return again if self.direction is None else self.direction.bind(again)
-
         compiles = self.compiles and is_final
         # Recomputed in their graphs, except streamed blocks, whose weights are not there in the backward pass.
         in_graphs = policy if compiles and not self.offload["blocks"] else "none"
-        set_checkpointing(transformer, policy if in_graphs == "none" else "none", bind)
+        set_checkpointing(transformer, policy if in_graphs == "none" else "none", self.bind)
         if compiles:
-            compile_blocks(transformer, self._dynamic, in_graphs)
+            compile_blocks(transformer, self._dynamic, in_graphs, self.bind)
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         """Temporarily offload the tensors that autograd saves, if configured; around a training step's forward."""

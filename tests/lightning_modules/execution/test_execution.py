@@ -23,7 +23,7 @@ def test_every_position_of_the_dial_gives_the_same_bits(repositories, model, set
     module = family(repositories[model], model, "model.gradient_checkpointing=none", *settings)
     plain = step(module)
     for position in (*POLICIES, "every_3"):
-        set_checkpointing(module.transformer, position, module.adapter.bind_rank_mask)
+        set_checkpointing(module.transformer, position, module.execution.bind)
         assert_same(step(module), plain)
 
 
