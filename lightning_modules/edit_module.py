@@ -153,7 +153,8 @@ class EditModule(L.LightningModule, Family):
         run, data, passes = trainer_of(self), None, 0
         if run is not None:
             data, passes = PairsDataModule.of(run), run.max_steps * run.accumulate_grad_batches
-        self.transformer = self.execution.load_to_train(mesh, data, passes)
+        forwards = self.objective.needs_base + self.objective.needs_empty_prompt
+        self.transformer = self.execution.load_to_train(mesh, data, passes, forwards)
         self.sampler.use(self.transformer, gates=self.rank_gates)
         self.text_encoders = self.execution.text_encoders_to_train()
         self.encoder.trains_text_encoders = len(self.text_encoders) > 0

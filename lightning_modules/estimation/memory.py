@@ -178,15 +178,14 @@ class FakeStep:
             self._mask = None if batch.mask is None else torch.empty(batch.mask.shape)
             self._t = torch.empty(len(self._x_t))
 
-    def _bind(self, block: nn.Module) -> Callable[..., Any]:
-        """Bind the rank mask, and compute as on CUDA: PyTorch leaves the mode in a backward pass."""
-        again = self.execution.bind(block)
+    def _recomputed(self, block: Callable[..., Any], policy: str) -> Callable[..., Any]:
+        """Compute again as on CUDA: PyTorch leaves the mode in a backward pass."""
 
         def run(*args: Any) -> Any:
             with OnCuda(self.dtype):
-                return again(*args)
+                return block(*args)
 
-        return run
+        return self.execution.recomputed(run, policy)
 
     def _loss(self) -> Tensor:
         family = self.execution.family
@@ -195,7 +194,7 @@ class FakeStep:
 
     def peak(self, policy: str) -> int:
         """Return the most bytes, besides weights, that it holds with this `gradient_checkpointing`."""
-        set_checkpointing(self.transformer, policy, self._bind)
+        set_checkpointing(self.transformer, policy, self._recomputed)
         with self._mode, self._memory, OnCuda(self.dtype), all_components(self.execution, len(self._x_t), "cpu"):
             self._memory.restart()
             with torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext():

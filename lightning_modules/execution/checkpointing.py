@@ -12,8 +12,8 @@ from foundation.errors import UserError
 from lightning_modules.blocks import blocks
 from lightning_modules.execution.attention import keep_attention, keep_attention_compiled
 
-# Returns a function that computes a block again as in its first call: `Execution.bind`.
-Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
+# Makes a function keep of a block's forward only what a policy keeps: `Execution.recomputed`.
+Recompute = Callable[[Callable[..., Any], str], Callable[..., Any]]
 # In the order in which `auto` prefers them: of more recomputation and less memory. Of the blocks that are recomputed,
 # all but those of `full` keep attention.
 POLICIES = ("none", "every_2", "attention", "full")
@@ -36,17 +36,19 @@ def recomputed_blocks(transformer: nn.Module, policy: str) -> list[nn.Module]:
     return [] if policy == "none" else list(blocks(transformer).values())[::every]
 
 
-def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False) -> Callable[..., Any]:
+def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False, draws: bool = True) -> Callable[..., Any]:
     """Return a function that keeps of a block's forward only its inputs and what the policy keeps.
 
     Args:
         compiled: whether the function will be part of a compiled graph.
+        draws: whether it draws random numbers.
     """
     kept = keep_attention_compiled if compiled else keep_attention
-    return partial(checkpoint, run, use_reentrant=False, **({} if policy == "full" else {"context_fn": kept}))
+    more = {} if policy == "full" else {"context_fn": kept}
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws, **more)
 
 
-def set_checkpointing(transformer: Any, policy: str, bind: Bind) -> None:
+def set_checkpointing(transformer: Any, policy: str, recompute: Recompute) -> None:
     """Apply a policy to a diffusers model.
 
     Args:
@@ -60,6 +62,6 @@ def set_checkpointing(transformer: Any, policy: str, bind: Bind) -> None:
     def run(block: nn.Module, *args: Any) -> Any:
         if block not in chosen:
             return block(*args)
-        return recomputed(bind(block), policy)(*args)
+        return recompute(block, policy)(*args)
 
     transformer.enable_gradient_checkpointing(run)

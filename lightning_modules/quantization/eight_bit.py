@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,8 @@ class EightBit(Storage):
 
 
 def _gradient(rows: Tensor, scales: Tensor, weight: Tensor, storage: str, dtype: torch.dtype) -> Tensor:
-    return read_storage(storage).multiply((rows, scales), (weight, None), None, dtype)
+    arithmetic: Any = read_storage(storage)
+    return arithmetic.multiply((rows, scales), (weight, None), None, dtype)
 
 
 # An operator: torch.compile would transpose weights in the forward pass, and keep them for the backward pass.

@@ -23,7 +23,7 @@ def test_every_position_of_the_dial_gives_the_same_bits(repositories, model, set
     module = family(repositories[model], model, "model.gradient_checkpointing=none", *settings)
     plain = step(module)
     for position in (*POLICIES, "every_3"):
-        set_checkpointing(module.transformer, position, module.execution.bind)
+        set_checkpointing(module.transformer, position, module.execution.recomputed)
         assert_same(step(module), plain)
 
 
@@ -35,6 +35,22 @@ def test_ddp_waits_exactly_for_parameters_with_a_gradient(repositories, model, a
     module.denoise(*inputs(module)).square().mean().backward()
     found = {name for name, one in module.named_parameters() if one.grad is not None}
     assert found == {name for name, _ in module.named_parameters()} - {*module._ddp_params_and_buffers_to_ignore}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "dropout"), [("lora", 0.0), ("lora", 0.5), ("tlora", 0.5), ("dora", 0.0), ("loha", 0.0)]
+)
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_generators_are_restored_only_for_dropout(tiny, monkeypatch, adapter, dropout, policy):
+    module = made(tiny, adapter, "float32", *[f"adapter.dropout={dropout}"] * (dropout > 0))
+    found, read, get_rng_state = [], [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: read.append(1) or get_rng_state())
+    for one in ("none", policy):
+        module.execution.set_checkpointing(module.transformer, one)
+        torch.manual_seed(0)
+        found.append(step(module))
+    assert_same(*found)
+    assert bool(read) == bool(dropout)
 
 
 def test_casting_inputs_once_changes_no_bit(tiny):
