@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import re
 import sys
 
 import hydra
@@ -28,6 +30,9 @@ def _run(cfg: DictConfig) -> float | None:
 
 def job(cfg: DictConfig) -> float | None:
     """Run one task; in a sweep, one job."""
+    # Sample images between steps would leave the GPU's memory in pieces. PyTorch reads this as CUDA starts.
+    if sys.platform == "linux" and not any(re.fullmatch("PYTORCH_.*ALLOC_CONF", name) for name in os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 

@@ -36,7 +36,7 @@ from cli.terminal import silence_libraries
 from datamodules.batch import LatentBatch
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.peft_layers import lora_layers
-from lightning_modules.blocks import LastBlock, blocks
+from lightning_modules.blocks import blocks
 from lightning_modules.estimation.flops import matrix_peak, mean_seconds, step_flops
 from lightning_modules.pretrained.transformer import TransformerSource
 from lightning_modules.pretrained.weights import Weights
@@ -114,18 +114,9 @@ def execute(module: Any, policy: str, compiled: bool) -> None:
     """Set what steps keep for their backward pass, and compile the blocks for one size, or not."""
     execution = module.execution
     for block in blocks(module.transformer).values():
-        forward = block.forward
-        if isinstance(forward, LastBlock):
-            forward.full, forward.compute = _eager(forward.full), _eager(forward.compute)
-        else:
-            block.forward = _eager(forward)
+        block.forward = getattr(block.forward, "own", block.forward)  # the function that was compiled
     execution.compiles, execution._dynamic = compiled, False
     execution.set_checkpointing(module.transformer, policy)
-
-
-def _eager(forward: Any) -> Any:
-    """Return the function that was compiled."""
-    return getattr(forward, "own", forward)
 
 
 def useful_flops(module: Any, batch: LatentBatch) -> int:

@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))  # the packages beside this folder, installed or n
 from benchmarks.gpu import goals, results, worker  # noqa: E402
 from benchmarks.gpu.parts import PARTS, Part, chosen  # noqa: E402
 
-# Seconds for a process to import its libraries; and at the end, to wait for what needs no GPU.
-START, PATIENCE = 120, 60
+# Seconds for a process to import its libraries from a cold disk; and at the end, to wait for what needs no GPU.
+START, PATIENCE = 300, 60
 
 
 class Gone(Exception):

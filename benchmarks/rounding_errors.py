@@ -79,7 +79,7 @@ def steps(folder: str, precision: str, settings: list[str]) -> list[Step]:
     """Return the loss, velocity and gradients by layer at each timestep."""
     cpu, targets = torch.device("cpu"), ",".join(itertools.chain(*KINDS.values()))
     module = full_size.build(MODEL, folder, precision, cpu, f"adapter.target_modules=[{targets}]", *settings)
-    set_checkpointing(module.transformer, "none", module.adapter.bind_rank_mask)
+    set_checkpointing(module.transformer, "none", module.execution.recomputed)
     lora = trainable(module.transformer)
     for name, parameter in lora.items():
         torch.manual_seed(zlib.crc32(name.encode()))

@@ -1,7 +1,7 @@
-"""The blocks of a transformer: finding them, dtypes under autocast, and the last block's shortcut."""
+"""The blocks of a transformer: finding them, and dtypes under autocast."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,19 +29,25 @@ def streamed_blocks(transformer: nn.Module, count: int) -> dict[str, nn.Module]:
     return {name: found[name] for name in chosen}
 
 
-def with_attribute(owner: Any, attribute: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Bind an attribute's present value: the returned function restores it while it runs."""
-    value = getattr(owner, attribute)
+def repeatable(run: Callable[..., Any], *attributes: tuple[Any, str]) -> Callable[..., Any]:
+    """Return a function whose later calls find attributes, given as (owner, name), as the first call left them."""
+    left: list[Any] = []
 
-    def later(*args: Any) -> Any:
-        present = getattr(owner, attribute)
-        setattr(owner, attribute, value)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not left:
+            result = run(*args, **kwargs)
+            left.extend(getattr(owner, name) for owner, name in attributes)
+            return result
+        present = [getattr(owner, name) for owner, name in attributes]
+        for (owner, name), value in zip(attributes, left, strict=True):
+            setattr(owner, name, value)
         try:
-            return run(*args)
+            return run(*args, **kwargs)
         finally:
-            setattr(owner, attribute, present)
+            for (owner, name), value in zip(attributes, present, strict=True):
+                setattr(owner, name, value)
 
-    return later
+    return call
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -78,71 +84,3 @@ def cast_inputs_once(transformer: nn.Module) -> None:
         for name, norm in attention.named_children():
             if name.startswith("norm_") and name not in kept:  # of queries and keys
                 norm.register_forward_hook(cast_output)
-
-
-class LastBlock:
-    """A replacement for the last block's forward that computes only the target's tokens.
-
-    Pipelines discard its outputs for text and control tokens, which are needed only as keys and values.
-
-    Args:
-        block: with its own forward.
-        compute: the forward for the target; called with the block, the tokens of target, controls and text, and the
-            block's other arguments. If the block joins text and image tokens in one sequence, so does its result.
-        unread: the block's layers that `compute` does not use.
-    """
-
-    def __init__(self, block: nn.Module, compute: Callable[..., Any], unread: tuple[str, ...] = ()) -> None:
-        self.full = block.forward
-        self.block = block
-        self.compute = compute
-        self.unread = unread
-        self.target_tokens: slice | None = None
-
-    def __call__(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        at = self.target_tokens
-        if at is None:
-            return self.full(hidden_states, encoder_hidden_states, *args, **kwargs)
-        before, target, control = hidden_states.tensor_split((at.start, at.stop), dim=1)
-        text = before if encoder_hidden_states is None else encoder_hidden_states
-        return self.compute(self.block, target, control, text, *args, **kwargs)
-
-
-def trim_last_block(transformer: nn.Module, *arguments: Any) -> None:
-    """Replace the forward of the last block; `arguments` of `LastBlock` after the block."""
-    *_, block = blocks(transformer).values()
-    block.forward = LastBlock(block, *arguments)
-
-
-@contextmanager
-def target_tokens_only(block: nn.Module, tokens: int, text_tokens: int = 0) -> Iterator[None]:
-    """Temporarily make a `LastBlock` compute only the first `tokens` image tokens; other blocks compute all.
-
-    Args:
-        text_tokens: number of text tokens before these in the block's `hidden_states`.
-    """
-    last = block.forward
-    if not isinstance(last, LastBlock):
-        yield
-        return
-    last.target_tokens = slice(text_tokens, text_tokens + tokens)
-    try:
-        yield
-    finally:
-        last.target_tokens = None
-
-
-def ignored_by_ddp(module: nn.Module) -> list[str]:
-    """Return the parameters that DDP must ignore: frozen ones, and those that a `LastBlock` does not use.
-
-    Frozen ones are equal in all processes, and gloo cannot send float8. Unused ones may train but get no gradient, for
-    which DDP would wait.
-    """
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    return frozen + [
-        f"{at}.{name}"
-        for at, block in module.named_modules()
-        if isinstance(last := block.forward, LastBlock)
-        for name, _ in block.named_parameters()
-        if name.startswith(tuple(f"{layer}." for layer in last.unread))
-    ]

@@ -21,7 +21,7 @@ from lightning_modules.adapters.adapter import Adapter, TrainedParts
 from lightning_modules.adapters.applied import AppliedLoRAs
 from lightning_modules.adapters.gates import RankGate
 from lightning_modules.adapters.peft_layers import remove_adapters
-from lightning_modules.blocks import ignored_by_ddp
+from lightning_modules.blocks import blocks
 from lightning_modules.denoiser import Denoiser
 from lightning_modules.encoder import Encoder
 from lightning_modules.execution.execution import Execution
@@ -153,11 +153,17 @@ class EditModule(L.LightningModule, Family):
         run, data, passes = trainer_of(self), None, 0
         if run is not None:
             data, passes = PairsDataModule.of(run), run.max_steps * run.accumulate_grad_batches
-        self.transformer = self.execution.load_to_train(mesh, data, passes)
+        forwards = self.objective.needs_base + self.objective.needs_empty_prompt
+        self.transformer = self.execution.load_to_train(mesh, data, passes, forwards)
         self.sampler.use(self.transformer, gates=self.rank_gates)
         self.text_encoders = self.execution.text_encoders_to_train()
         self.encoder.trains_text_encoders = len(self.text_encoders) > 0
-        self._ddp_params_and_buffers_to_ignore = ignored_by_ddp(self)
+        # Frozen parameters are equal in all processes, and gloo cannot send float8. Unread ones get no gradient.
+        *_, last = blocks(self.transformer)
+        unread = tuple(f"transformer.{last}.{name}" for name in self.unread)
+        self._ddp_params_and_buffers_to_ignore = [
+            name for name, one in self.named_parameters() if not one.requires_grad or name.startswith(unread)
+        ]
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, except of the text encoders, whose dropout would draw from PyTorch's global generator."""

@@ -192,7 +192,7 @@ class Family(ABC):
         sampling_rules: guidance and schedule of its pipeline.
         latent_pipeline: mixin of the pipeline, whose `edit(controls, size, **arguments)` is from latents to latents.
         stock_images: how many images its pipeline in diffusers takes; None for as many as the family.
-        last_block: arguments of `LastBlock`, if the last block may compute only the outputs that `velocity` reads.
+        unread: beginnings of the names of the last block's parameters that only a discarded output depends on.
         max_sequence_length: text tokens of the pipeline's argument of this name; 0 if it has none. If padding is not
             masked, prediction needs the number of training.
         transformer: once it is loaded.
@@ -209,7 +209,7 @@ class Family(ABC):
     sampling_rules: ClassVar[SamplingRules] = SamplingRules()
     latent_pipeline: type
     stock_images: ClassVar[int | None] = None
-    last_block: ClassVar[tuple[Any, ...] | None] = None
+    unread: ClassVar[tuple[str, ...]] = ()
     max_sequence_length: int = 0
     transformer: Any
 

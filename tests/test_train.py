@@ -1,12 +1,15 @@
 """The promises of a training run, by its real command line."""
 
+import os
 import re
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
+from foundation.errors import UserError
 from tests.support.commands import lora_bytes, metrics, short
 
 
@@ -63,3 +66,25 @@ def test_loss_that_is_not_finite_is_not_applied_and_stops_after_some(run, tiny, 
     learned = safetensors.torch.load(lora_bytes(tmp_path / "run", "step-000003"))
     assert all(tensor.isfinite().all() for tensor in learned.values())
     assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        *(({name: "backend:native"},) * 2 for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")),
+    ],
+)
+def test_gpu_memory_is_not_left_in_pieces_unless_a_person_sets_the_allocator(run, monkeypatch, given, expected):
+    """Steps alternate with sample images, of other sizes; PyTorch reads the setting when CUDA starts."""
+    seen = {}
+
+    def look(*_):
+        seen.update({name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")})
+        raise UserError("seen")
+
+    monkeypatch.setattr("train.chosen_task", look)
+    others = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    with mock.patch.dict(os.environ, others | given, clear=True):
+        run("train", ok=False)
+    assert seen == expected

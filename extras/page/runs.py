@@ -152,13 +152,16 @@ def resolved(path: Path, key: str) -> Any:
 
 @lru_cache(1000)
 def _resolved(path: Path, modified: int, key: str) -> Any:
-    return OmegaConf.select(OmegaConf.create(resolvable(path)), key, throw_on_resolution_failure=False)
+    try:
+        return OmegaConf.select(OmegaConf.create(resolvable(path)), key, throw_on_resolution_failure=False)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {key}: {reason(error)}. Repair or remove it.") from error
 
 
 def mean_rank(run: RunFolder) -> int | None:
     """Return the mean rank of a T-LoRA's schedule over the timesteps; None for a LoRA of one rank."""
     keys = ("rank_schedule", "rank", "min_rank", "alpha_rank_scale")
-    with suppress(OSError, ValueError, TypeError, ArithmeticError, OmegaConfBaseException):
+    with suppress(OSError, ValueError, TypeError, ArithmeticError, UserError):
         kind, *figures = (resolved(run.config, f"adapter.{key}") for key in keys)
         return None if kind in (None, "constant") else mean_of_schedule(*map(float, figures))
     return None
@@ -192,7 +195,7 @@ def summarize(name: str, run: RunFolder) -> dict[str, Any]:
                 row["figures"][monitor] = measured[-1][monitor]
             if "seconds" in last:
                 row["duration"] = str(timedelta(seconds=round(float(last["seconds"]))))
-    except (UserError, OmegaConfBaseException) as error:
+    except UserError as error:
         row["model"] = reason(error)
     return row
 

@@ -1,7 +1,7 @@
 """The interface of adapters, from LoRA to full fine-tuning, and the trainable parts of a pipeline."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,6 @@ class Adapter(ABC):
     def metadata(self) -> dict[str, Any]:
         """Return its settings for a file's header."""
         return {}
-
-    def bind_rank_mask(self, block: nn.Module) -> Callable[..., Any]:
-        """Return a function that runs a block later with the present rank mask, for gradient checkpointing."""
-        return block if self.rank_gate is None else self.rank_gate.bind(block)
 
     def lr_factor(self, name: str) -> float:
         """Return the factor of optimizer.lr for a parameter."""

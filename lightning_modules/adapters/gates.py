@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from foundation.errors import UserError
 from lightning_modules.adapters.peft_layers import lora_layers
 from lightning_modules.adapters.rank_schedule import NUM_TRAIN_TIMESTEPS, RankSchedule
-from lightning_modules.blocks import with_attribute
 from lightning_modules.lora_files.reading import LoRAFile, find_or_download
 
 NOT_MERGED = "a T-LoRA cannot be merged or fused: its rank follows the timestep, a merged weight does not"
@@ -45,12 +44,6 @@ class Gate:
             yield
         finally:
             self.factors = None
-
-    def bind(self, block: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs the block later with the present factors, for gradient checkpointing."""
-        if self.factors is None or torch.compiler.is_compiling():  # the graph holds the factors
-            return block
-        return with_attribute(self, "factors", block)
 
     def closed(self, output: Tensor) -> Tensor:
         """Return a layer's output where there are no factors."""

@@ -1,6 +1,7 @@
 """The memory of a training step: estimated by a step on fake tensors, and corrected by real steps."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -177,15 +178,14 @@ class FakeStep:
             self._mask = None if batch.mask is None else torch.empty(batch.mask.shape)
             self._t = torch.empty(len(self._x_t))
 
-    def _bind(self, block: nn.Module) -> Callable[..., Any]:
-        """Bind the rank mask, and compute as on CUDA: PyTorch leaves the mode in a backward pass."""
-        again = self.execution.adapter.bind_rank_mask(block)
+    def _recomputed(self, block: Callable[..., Any], policy: str) -> Callable[..., Any]:
+        """Compute again as on CUDA: PyTorch leaves the mode in a backward pass."""
 
         def run(*args: Any) -> Any:
             with OnCuda(self.dtype):
-                return again(*args)
+                return block(*args)
 
-        return run
+        return self.execution.recomputed(run, policy)
 
     def _loss(self) -> Tensor:
         family = self.execution.family
@@ -194,7 +194,7 @@ class FakeStep:
 
     def peak(self, policy: str) -> int:
         """Return the most bytes, besides weights, that it holds with this `gradient_checkpointing`."""
-        set_checkpointing(self.transformer, policy, self._bind)
+        set_checkpointing(self.transformer, policy, self._recomputed)
         with self._mode, self._memory, OnCuda(self.dtype), all_components(self.execution, len(self._x_t), "cpu"):
             self._memory.restart()
             with torch.autocast("cpu", self.dtype) if self.dtype != torch.float32 else nullcontext():
@@ -243,13 +243,17 @@ def policy_needs(execution: Execution, data: PairsDataModule, passes: Passes) ->
     return {policy: step.peak(policy) for policy in POLICIES}, heaviest.tokens
 
 
-def choose_policy(needs: Mapping[str, int], excess: float, free: float) -> str:
-    """Return the checkpointing policy with the least recomputation that fits, `full` if none does.
+def fits(needs: Mapping[str, int], policy: str, excess: float, free: float) -> bool:
+    """Return whether a step with this checkpointing policy fits into a device's memory; `full` must.
 
     Args:
-        needs: estimated bytes of the heaviest batch's step, by policy.
+        needs: estimated bytes of the heaviest batch's step, by policy; empty if unknown.
         excess: bytes of a real step relative to its estimate; more than 1 corrects all estimates.
         free: bytes besides the weights and the optimizer's state.
     """
-    fitting = (policy for policy in POLICIES if max(1, excess) * needs[policy] <= USABLE * free)
-    return next(fitting, POLICIES[-1])
+    return policy == POLICIES[-1] or max(1, excess) * needs.get(policy, math.inf) <= USABLE * free
+
+
+def choose_policy(needs: Mapping[str, int], excess: float, free: float) -> str:
+    """Return the checkpointing policy with the least recomputation that fits; arguments as for `fits`."""
+    return next(policy for policy in POLICIES if fits(needs, policy, excess, free))

@@ -9,9 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import UserError
-from lightning_modules.blocks import LastBlock, blocks, with_attribute
+from lightning_modules.blocks import blocks
 from lightning_modules.execution.attention import keep_attention, keep_attention_compiled
 
+# Makes a function keep of a block's forward only what a policy keeps: `Execution.recomputed`.
+Recompute = Callable[[Callable[..., Any], str], Callable[..., Any]]
 # In the order in which `auto` prefers them: of more recomputation and less memory. Of the blocks that are recomputed,
 # all but those of `full` keep attention.
 POLICIES = ("none", "every_2", "attention", "full")
@@ -34,22 +36,23 @@ def recomputed_blocks(transformer: nn.Module, policy: str) -> list[nn.Module]:
     return [] if policy == "none" else list(blocks(transformer).values())[::every]
 
 
-def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False) -> Callable[..., Any]:
+def recomputed(run: Callable[..., Any], policy: str, compiled: bool = False, draws: bool = True) -> Callable[..., Any]:
     """Return a function that keeps of a block's forward only its inputs and what the policy keeps.
 
     Args:
         compiled: whether the function will be part of a compiled graph.
+        draws: whether it draws random numbers.
     """
     kept = keep_attention_compiled if compiled else keep_attention
-    return partial(checkpoint, run, use_reentrant=False, **({} if policy == "full" else {"context_fn": kept}))
+    more = {} if policy == "full" else {"context_fn": kept}
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws, **more)
 
 
-def set_checkpointing(transformer: Any, policy: str, bind_rank_mask: Callable[[nn.Module], Callable[..., Any]]) -> None:
+def set_checkpointing(transformer: Any, policy: str, recompute: Recompute) -> None:
     """Apply a policy to a diffusers model.
 
     Args:
         policy: as `read_policy` returns it, but not auto.
-        bind_rank_mask: returns a function that recomputes a block later with the present rank mask and signs.
     """
     chosen = set(recomputed_blocks(transformer, policy))
     if not chosen:
@@ -59,9 +62,6 @@ def set_checkpointing(transformer: Any, policy: str, bind_rank_mask: Callable[[n
     def run(block: nn.Module, *args: Any) -> Any:
         if block not in chosen:
             return block(*args)
-        again = bind_rank_mask(block)
-        if isinstance(block.forward, LastBlock):
-            again = with_attribute(block.forward, "target_tokens", again)
-        return recomputed(again, policy)(*args)
+        return recompute(block, policy)(*args)
 
     transformer.enable_gradient_checkpointing(run)

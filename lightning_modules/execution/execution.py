@@ -1,5 +1,6 @@
 """A transformer ready to compute, in order: load, quantize, inject the adapter, compile."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -16,15 +17,17 @@ from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gates import Gate, RankGate
 from lightning_modules.adapters.peft_layers import cast_inputs
-from lightning_modules.blocks import cast_inputs_once, streamed_blocks, trim_last_block
+from lightning_modules.blocks import cast_inputs_once, repeatable, streamed_blocks
 from lightning_modules.execution.attention import check_attention_backend, set_attention_backend
-from lightning_modules.execution.checkpointing import read_policy, set_checkpointing
-from lightning_modules.execution.compilation import compile_blocks, compiles
+from lightning_modules.execution.checkpointing import read_policy, recomputed, set_checkpointing
+from lightning_modules.execution.compilation import SECONDS, Compiled, compile_blocks, compiles, expected_graphs
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
 from lightning_modules.pretrained.repository import EMBEDDED
 from lightning_modules.settings import ModelSettings
+
+log = logging.getLogger("retouch")
 
 
 class Execution:
@@ -88,13 +91,14 @@ class Execution:
         if self.base.name == EMBEDDED and data.roots not in ([], ["drawn shapes"]):
             note_once("model=embedded knows drawings only, to see that your data works. Choose another for photographs")
 
-    def load_to_train(self, mesh: Any, data: PairsDataModule | None, passes: int) -> Any:
+    def load_to_train(self, mesh: Any, data: PairsDataModule | None, passes: int, forwards: int) -> Any:
         """Load the transformer with its adapter, ready to train.
 
         Args:
             mesh: the GPUs that it is split over; None if each process has the whole transformer.
             data: to compile for; None if unknown.
             passes: forward and backward passes of the run.
+            forwards: kinds of its passes without gradient.
         """
         self.direction = None
         transformer = self.base.load_transformer(sharded=mesh is not None)
@@ -104,9 +108,13 @@ class Execution:
         if self.offload["activations"]:
             self._activations = ActivationOffload(self.base.device, all_weights(transformer))
         self.prepare(transformer)
-        self.compiles = compiles(self.compile, self.base.device, passes)
-        if self.compiles and data is not None:
+        if self.compile and data is not None:
             self._dynamic = not data.is_uniform(partial(self.family.prompt_shapes, self.base.source.config()))
+        graphs = expected_graphs(transformer, not self._dynamic, forwards)
+        self.compiles = compiles(self.compile, self.base.device, passes, graphs)
+        if self.compiles:
+            took = f"about {SECONDS * graphs} s in all, less in later runs"
+            log.info(f"compiling the transformer's blocks during the first steps: about {graphs} graphs, {took}")
         policy = "full" if self.checkpointing == "auto" else self.checkpointing
         self.set_checkpointing(transformer, policy, is_final=not self.searches_checkpointing)
         if mesh is not None:
@@ -119,8 +127,6 @@ class Execution:
     def adapt(self, transformer: Any) -> None:
         """Inject the adapter and prepare the transformer for training; it may be on the meta device."""
         self.adapter.inject(transformer, self.family.layers)
-        if self.family.last_block is not None:
-            trim_last_block(transformer, *self.family.last_block)
         cast_inputs_once(transformer)
 
     def adapted_meta_transformer(self) -> Any:
@@ -156,8 +162,8 @@ class Execution:
             tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
             vars(module).update({name: tensor.to(self.base.device) for name, tensor in tensors.items()})
         set_attention_backend(transformer, self.attention_backend, self.base.device)
-        if not self.trains and compiles(self.compile, self.base.device, passes=0):
-            compile_blocks(transformer, None)
+        if not self.trains and compiles(self.compile, self.base.device, 0, 1):
+            compile_blocks(transformer, None, "none", self.recomputed)
 
     @property
     def rank_gates(self) -> list[RankGate]:
@@ -171,19 +177,20 @@ class Execution:
         waits = self.offload["blocks"] or self.offload["activations"]
         return self.checkpointing == "auto" and self.base.device.type == "cuda" and not waits
 
+    def recomputed(self, run: Callable[..., Any], policy: str) -> Callable[..., Any]:
+        """Return a function that computes a block again as at first: with its rank mask, signs, kernels and dropout."""
+        gates = [*self.rank_gates, *([] if self.direction is None else [self.direction])]
+        again = repeatable(run, *((gate, "factors") for gate in gates), (Compiled, "fails"))
+        return recomputed(again, policy, draws=self.adapter.dropout > 0)
+
     def set_checkpointing(self, transformer: Any, policy: str, is_final: bool = True) -> None:
         """Make the following steps keep what this policy says, and compile the blocks if it is the final one."""
-
-        def bind(block: nn.Module) -> Callable[..., Any]:
-            again = self.adapter.bind_rank_mask(block)
-            return again if self.direction is None else self.direction.bind(again)
-
         compiles = self.compiles and is_final
         # Recomputed in their graphs, except streamed blocks, whose weights are not there in the backward pass.
         in_graphs = policy if compiles and not self.offload["blocks"] else "none"
-        set_checkpointing(transformer, policy if in_graphs == "none" else "none", bind)
+        set_checkpointing(transformer, policy if in_graphs == "none" else "none", self.recomputed)
         if compiles:
-            compile_blocks(transformer, self._dynamic, in_graphs)
+            compile_blocks(transformer, self._dynamic, in_graphs, self.recomputed)
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         """Temporarily offload the tensors that autograd saves, if configured; around a training step's forward."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from datamodules.batch import copy_to
-from lightning_modules.blocks import blocks, target_tokens_only
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -37,19 +36,15 @@ def padding_mask(prompt: Mapping[str, Tensor], device: torch.device) -> Tensor |
     return None if mask is None or len(mask) == 1 or mask.all() else copy_to(mask, device)
 
 
-def predict_target(transformer: Any, images: Sequence[Tensor], text_tokens: int = 0, **arguments: Any) -> Tensor:
+def predict_target(transformer: Any, images: Sequence[Tensor], **arguments: Any) -> Tensor:
     """Predict for the first of some latents, (B, C, h, w); the others are controls.
 
     Args:
-        text_tokens: text tokens before the images' in the last block's `hidden_states`.
         arguments: arguments of the transformer besides the images' tokens.
     """
-    *_, last_block = blocks(transformer).values()
     tokens = [pack(image) for image in images]
-    count = tokens[0].shape[1]
-    with target_tokens_only(last_block, count, text_tokens):
-        predicted = transformer(hidden_states=torch.cat(tokens, dim=1), return_dict=False, **arguments)[0]
-    return unpack(predicted[:, :count], *images[0].shape[-2:])
+    predicted = transformer(hidden_states=torch.cat(tokens, dim=1), return_dict=False, **arguments)[0]
+    return unpack(predicted[:, : tokens[0].shape[1]], *images[0].shape[-2:])
 
 
 class LatentPipeline:

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from lightning_modules.quantization.linear import (
     Storage,
     fused,
     in_pieces,
+    read_storage,
     stored_scale,
 )
 from lightning_modules.quantization.triton_products import (
@@ -80,11 +82,24 @@ class EightBit(Storage):
             return super().input_gradient(grad, parts, shape, rounds)
         # The weight's scales are along the summed dimension, so the gradient is multiplied by them first.
         weight, scale = _with_scale(parts)
-        x = self.multiply(round_rows(grad, self.rounded, scale.t()), (weight, None), None, grad.dtype)
+        multiply = _gradient_operator if torch.compiler.is_compiling() else _gradient
+        x = multiply(*round_rows(grad, self.rounded, scale.t()), weight, self.name, grad.dtype)
         return rotate(x, self.group).view(*grad.shape[:-1], shape[1])
 
     def _rounds(self, x: Tensor, weight: Tensor) -> bool:
         return all(side % TILE == 0 for side in weight.shape) and self.runs(x, weight)
+
+
+def _gradient(rows: Tensor, scales: Tensor, weight: Tensor, storage: str, dtype: torch.dtype) -> Tensor:
+    arithmetic: Any = read_storage(storage)
+    return arithmetic.multiply((rows, scales), (weight, None), None, dtype)
+
+
+# An operator: torch.compile would transpose weights in the forward pass, and keep them for the backward pass.
+_gradient_operator = torch.library.custom_op("retouch::rounded_gradient", _gradient, mutates_args=())
+_gradient_operator.register_fake(
+    lambda rows, scales, weight, *more: rows.new_empty(len(rows), weight.shape[1], dtype=more[-1])
+)
 
 
 class Float8(EightBit):
@@ -365,6 +380,6 @@ def _scaled_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def transposed(weight: Tensor) -> Tensor:
     """Transpose (out, in) of one-byte elements -> (in, out), contiguous."""
-    if not torch.compiler.is_compiling() and available(weight.device):
+    if available(weight.device):
         return transposed_bytes(weight)
     return weight.view(torch.uint8).t().contiguous().view(weight.dtype)

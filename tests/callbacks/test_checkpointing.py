@@ -72,20 +72,76 @@ def test_run_whose_estimate_fails_uses_full_checkpointing(run, tiny, pairs, tmp_
     assert "no estimate for gradient_checkpointing=auto, which stays full: no fake of this operator" in text
 
 
-@pytest.mark.parametrize(("compiles", "expected"), [(True, ["attention"]), (False, [])])
-def test_resumed_run_compiles_as_the_run_before(compiles, expected):
+GB = 10**9
+# About FLUX.1 Kontext at 1024 pixels, batch 1: a step by policy; weights and optimizer.
+NEEDS = {"none": 45 * GB, "every_2": 25 * GB, "attention": 8 * GB, "full": 5 * GB}
+WEIGHTS = {"bf16": 24 * GB, "fp8": 12.5 * GB}
+
+
+class Card:
+    """A run of two steps on GPUs of these sizes, the first of which is this process's."""
+
+    def __init__(self, *cards, weights="fp8", compiles=True, scale=1.0, excess=1.0, estimates=True):
+        self.free = [card * GB - WEIGHTS[weights] for card in cards]
+        self.needs = {policy: scale * size for policy, size in NEEDS.items()} if estimates else {}
+        self.excess, self.compiles, self.set = excess, compiles, []
+
+    def run(self, monkeypatch, before=None):
+        """Return the state of its checkpoint; `set` are the policies, and after how many steps."""
+        device, needs = torch.device("cpu"), self.needs
+        memory = SimpleNamespace(device=device, restart=lambda: None, free=lambda: self.free[0])
+        memory.taken = lambda: self.excess * needs.get("full", 0)
+        monkeypatch.setattr(checkpointing_callback, "DeviceMemory", lambda _: memory)
+        monkeypatch.setattr(checkpointing_callback, "PairsDataModule", mock.Mock())
+        monkeypatch.setattr(checkpointing_callback, "policy_needs", lambda *_: (needs, 100))
+        trainer, module = (
+            mock.MagicMock(global_step=3),
+            mock.MagicMock(EditModule, objective=mock.Mock(), device=device),
+        )
+        trainer.strategy.reduce = lambda x, reduce_op: x.maximum(torch.tensor([0, -min(self.free)], dtype=x.dtype))
+        chosen = lambda _, policy: self.set.append((trainer.global_step - 3, policy))  # noqa: E731
+        module.execution = SimpleNamespace(
+            searches_checkpointing=True, compiles=self.compiles, set_checkpointing=chosen
+        )
+        module.base, module.transformer, callback = mock.MagicMock(), None, RaiseCheckpointing()
+        if before is not None:
+            callback.load_state_dict(before)
+        callback.on_train_start(trainer, module)
+        for trainer.global_step in (4, 5):
+            callback.on_train_batch_start(trainer, module)
+            callback.on_after_backward(trainer, module)
+            callback.on_train_batch_end(trainer, module, {"tokens": 100}, None, 0)
+        return callback.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (Card(80), Card(80), [(0, "none")]),
+        (Card(80), Card(40), [(1, "attention")]),
+        (Card(80), Card(24), [(1, "attention")]),
+        (Card(80), Card(16), [(1, "full")]),
+        (Card(40), Card(80), [(0, "attention")]),
+        (Card(80, weights="bf16"), Card(40, weights="bf16"), [(1, "attention")]),
+        (Card(48), Card(48, scale=2), [(1, "attention")]),  # a larger batch or resolution
+        (Card(80), Card(80, scale=0.25), [(0, "none")]),
+        (Card(80), Card(80, 40), [(1, "attention")]),  # another GPU, a smaller one
+        (Card(72, excess=1.1), Card(66, excess=1.1), [(1, "every_2")]),  # the run before took more than was estimated
+        (Card(80), Card(80, estimates=False), [(1, "full")]),
+        (Card(16), Card(16, estimates=False), [(0, "full")]),
+        (Card(80, compiles=False), Card(80, compiles=False), [(1, "none")]),  # the same bits under any policy
+    ],
+)
+def test_resumed_run_begins_with_the_policy_of_the_run_before_if_it_fits(monkeypatch, before, after, expected):
     """A first step with another policy would be eager, and round differently."""
-    before, after, chosen = RaiseCheckpointing(), RaiseCheckpointing(), []
-    before._policy = "attention"
-    after.load_state_dict(before.state_dict())
-    module = mock.Mock(EditModule, objective=mock.Mock(), device=torch.device("cpu"), base=mock.MagicMock())
-    module.execution = SimpleNamespace(
-        searches_checkpointing=True, compiles=compiles, set_checkpointing=lambda _, policy: chosen.append(policy)
-    )
-    module.transformer = None
-    after.on_train_start(mock.MagicMock(global_step=3), module)
-    assert chosen == expected
-    assert (after._memory is None) == compiles, "else it searches"
+    after.run(monkeypatch, before.run(monkeypatch))
+    assert after.set == expected
+
+
+@pytest.mark.parametrize(("card", "expected"), [(80, "none"), (48, "every_2"), (40, "attention"), (16, "full")])
+def test_first_run_takes_what_fits_an_fp8_base_on_the_card(monkeypatch, card, expected):
+    (run := Card(card)).run(monkeypatch)
+    assert run.set == [(1, expected)]
 
 
 @pytest.mark.parametrize(

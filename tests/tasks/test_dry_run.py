@@ -167,7 +167,7 @@ def test_planned_activations_are_those_of_a_real_step(planned):
     prompt = {"prompt_embeds": torch.randn(2, 16, 32), "pooled_prompt_embeds": torch.randn(2, 32)}
     peaks = {}
     for checkpointing in POLICIES:
-        set_checkpointing(module.transformer, checkpointing, module.adapter.bind_rank_mask)
+        set_checkpointing(module.transformer, checkpointing, module.execution.recomputed)
         with PeakMemory() as memory:
             known = [tensor.detach() for tensor in (*module.transformer.parameters(), x_t, *prompt.values())]
             t, control = torch.rand(2), torch.randn_like(x_t)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
-from lightning_modules.families.flux.denoise import flux_last_block, flux_velocity
+from lightning_modules.families.flux.denoise import flux_velocity
 from lightning_modules.families.flux.native_names import NATIVE_NAMES
 from lightning_modules.families.flux.pipeline import LatentKontext
 from lightning_modules.families.patches import LatentPipeline
@@ -27,7 +27,6 @@ class FluxKontext(EditModule):
     layers = Layers(NATIVE_NAMES, (*ATTENTION, *TEXT_ATTENTION, *MLPS, "proj_mlp"))
     latent_pipeline: type = LatentKontext
     stock_images = 1
-    last_block = (flux_last_block,)
 
     # Text
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from datamodules.images.windows import ConditionImages
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.flux.native_names import NORMS
-from lightning_modules.families.flux2.denoise import empirical_mu, flux2_last_block, flux2_velocity
+from lightning_modules.families.flux2.denoise import empirical_mu, flux2_velocity
 from lightning_modules.families.flux2.pipeline import LatentKlein, LatentReferences
 from lightning_modules.family import Layers, Parts, SamplingRules, chat_tokens, stock_pipeline
 from lightning_modules.lora_files.names import NativeNames
@@ -89,7 +89,6 @@ class Flux2Klein(Flux2Latents):
     layers = Layers(NATIVE_NAMES, TARGETS)
     sampling_rules = SamplingRules("guidance_scale", any_negative=False, mu=empirical_mu)
     latent_pipeline: type = LatentKlein
-    last_block = (flux2_last_block,)
     _prompt_function = "_get_qwen3_prompt_embeds"  # of the pipeline
 
     # Text

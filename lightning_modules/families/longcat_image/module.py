@@ -11,7 +11,6 @@ from datamodules.images.samples import SIDE_MULTIPLE
 from datamodules.images.windows import SeenByBoth, resize
 from foundation.errors import UserError
 from lightning_modules.edit_module import EditModule
-from lightning_modules.families.flux.denoise import flux_last_block
 from lightning_modules.families.flux.native_names import NATIVE_NAMES as FLUX_NAMES
 from lightning_modules.families.longcat_image.denoise import longcat_velocity
 from lightning_modules.families.longcat_image.pipeline import LatentLongCat
@@ -65,7 +64,6 @@ class LongCatImageEdit(EditModule):
     layers = Layers(NATIVE_NAMES, (*ATTENTION, *TEXT_ATTENTION, *MLPS))
     sampling_rules = SamplingRules("guidance_scale", 1.0)
     latent_pipeline = LatentLongCat
-    last_block = (flux_last_block,)  # as FLUX.1's, except for its name
 
     def __init__(self, vae_image_size: int, **settings: Any) -> None:
         super().__init__(**settings)

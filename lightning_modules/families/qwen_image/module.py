@@ -12,7 +12,7 @@ from datamodules.images.windows import ConditionImages
 from foundation.errors import UserError
 from lightning_modules.edit_module import EditModule
 from lightning_modules.families.patches import LatentPipeline
-from lightning_modules.families.qwen_image.denoise import UNREAD, qwen_last_block, qwen_velocity
+from lightning_modules.families.qwen_image.denoise import qwen_velocity
 from lightning_modules.families.qwen_image.pipeline import LatentControls
 from lightning_modules.family import ATTENTION, TEXT_ATTENTION, Layers, Parts, text_pipeline
 from lightning_modules.lora_files.names import NativeNames
@@ -66,7 +66,7 @@ class QwenImage(QwenLatents):
         ),
     )
     latent_pipeline: type = LatentPipeline
-    last_block = (qwen_last_block, UNREAD)
+    unread = ("attn.to_add_out.", "txt_mlp.")
     most_text_tokens: ClassVar[int | None] = 512  # as its pipeline does unless told otherwise
 
     # Text

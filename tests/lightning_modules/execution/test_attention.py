@@ -57,7 +57,7 @@ def test_gradient_of_single_blocks_would_not_be_dense(tiny, monkeypatch):
 def test_attention_is_kept(tiny, policy, again):
     module = made(tiny, "tlora", "bf16")
     count = len(blocks(module.transformer))
-    set_checkpointing(module.transformer, policy, module.adapter.bind_rank_mask)
+    set_checkpointing(module.transformer, policy, module.execution.recomputed)
     with Attended() as attended:
         step(module)
     assert attended.forward == count * (1 + again)
@@ -83,7 +83,7 @@ def test_compiled_blocks_keep_attention_and_send_dense_gradients(tiny, monkeypat
     torch._dynamo.reset()
     module = with_a_block_of_each_kind(made(tiny, "tlora", "bf16"))
     count = len(blocks(module.transformer))
-    compile_blocks(module.transformer, False, policy)
+    compile_blocks(module.transformer, False, policy, module.execution.recomputed)
     step(module)
     assert len(forward) == count * (1 + again)
     assert dense == [True] * count
@@ -123,7 +123,7 @@ def test_cudnn_comes_first_where_there_is_no_mask(tiny, monkeypatch):
     seen.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     torch._dynamo.reset()
-    compile_blocks(module.transformer, False)
+    compile_blocks(module.transformer, False, "none", module.execution.recomputed)
     step(module)
     assert seen == [[CUDNN_FIRST]] * len(blocks(module.transformer))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""However a step is executed, its loss and gradients are the same: checkpointed, offloaded, cut."""
+"""However a step is executed, its loss and gradients are the same: checkpointed, offloaded."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from hydra.errors import InstantiationException
 
 from foundation.errors import UserError
-from lightning_modules.adapters.adapter import trainable
-from lightning_modules.blocks import LastBlock, blocks
+from lightning_modules.blocks import blocks
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
 from tests.support.combinations import first
 from tests.support.commands import unloaded
@@ -24,35 +23,34 @@ def test_every_position_of_the_dial_gives_the_same_bits(repositories, model, set
     module = family(repositories[model], model, "model.gradient_checkpointing=none", *settings)
     plain = step(module)
     for position in (*POLICIES, "every_3"):
-        set_checkpointing(module.transformer, position, module.adapter.bind_rank_mask)
+        set_checkpointing(module.transformer, position, module.execution.recomputed)
         assert_same(step(module), plain)
 
 
 @every_model
-def test_last_block_for_only_the_target_gives_the_same_loss_and_gradients(repositories, model):
-    """They agree up to rounding, since matrix products of other shapes add in another order."""
-    module = family(repositories[model], model, "adapter.target_modules=all-linear")
-    last = list(blocks(module.transformer).values())[-1]
-    if module.last_block is None:
-        pytest.skip("this family's computes all tokens")
-    assert isinstance(last.forward, LastBlock)
-    results = []
-    for cut in (True, False):
-        module.transformer.zero_grad()
-        if not cut:
-            last.forward = last.forward.full
-        loss = module.denoise(*inputs(module)).square().mean()
-        loss.backward()
-        of_layers = {name: p.grad for name, p in trainable(module.transformer).items() if p.grad is not None}
-        results.append({"loss": loss.detach(), **of_layers})
-    for name, own in results[0].items():
-        torch.testing.assert_close(own, results[1][name], rtol=1e-4, atol=1e-6)
-    ignored = module._ddp_params_and_buffers_to_ignore
-    # DDP waits for these.
-    waited_for = {name: p for name, p in module.transformer.named_parameters() if f"transformer.{name}" not in ignored}
-    assert waited_for.keys() <= results[0].keys()
-    # What reaches only the text that is cut away has no gradient, or one of zeros.
-    assert all(not gradient.any() for name, gradient in results[1].items() if name not in results[0])
+@pytest.mark.parametrize("adapter", [["adapter.target_modules=all-linear"], ["adapter=full"]])
+def test_ddp_waits_exactly_for_parameters_with_a_gradient(repositories, model, adapter):
+    module = unloaded(repositories[model], model, "model.dtype=float32", *adapter)
+    module.configure_model()
+    module.denoise(*inputs(module)).square().mean().backward()
+    found = {name for name, one in module.named_parameters() if one.grad is not None}
+    assert found == {name for name, _ in module.named_parameters()} - {*module._ddp_params_and_buffers_to_ignore}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "dropout"), [("lora", 0.0), ("lora", 0.5), ("tlora", 0.5), ("dora", 0.0), ("loha", 0.0)]
+)
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_generators_are_restored_only_for_dropout(tiny, monkeypatch, adapter, dropout, policy):
+    module = made(tiny, adapter, "float32", *[f"adapter.dropout={dropout}"] * (dropout > 0))
+    found, read, get_rng_state = [], [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: read.append(1) or get_rng_state())
+    for one in ("none", policy):
+        module.execution.set_checkpointing(module.transformer, one)
+        torch.manual_seed(0)
+        found.append(step(module))
+    assert_same(*found)
+    assert bool(read) == bool(dropout)
 
 
 def test_casting_inputs_once_changes_no_bit(tiny):

@@ -52,7 +52,7 @@ def test_compiled_blocks_take_every_batch(module, monkeypatch):
     torch._dynamo.reset()
     for refiners in (module.transformer.noise_refiner, module.transformer.context_refiner):
         refiners.append(deepcopy(refiners[0]))  # two, as the real model has
-    compile_blocks(module.transformer, dynamic=True)
+    compile_blocks(module.transformer, True, "none", module.execution.recomputed)
     raws = [raw_sample(module, number) for number in range(2)]
     for batch in (raws, [raws[1], raws[1]], raws[:1]):
         losses(module, module.encoder(collate_pixels(batch))).mean().backward()

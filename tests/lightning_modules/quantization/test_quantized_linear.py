@@ -4,10 +4,15 @@ import weakref
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_modules.execution.checkpointing import POLICIES, recomputed
 from lightning_modules.quantization import eight_bit
 from lightning_modules.quantization import linear as linear_layers
 from lightning_modules.quantization.eight_bit import E4M3
@@ -180,6 +185,10 @@ def test_rounded_inputs_do_not_outlive_the_input():
     assert rows() is None
 
 
+def boxed(graph, inputs):
+    return make_boxed_func(graph)
+
+
 class Half(nn.Module):
     """A norm and quantized layers of different sides, of which two read one input."""
 
@@ -192,18 +201,35 @@ class Half(nn.Module):
         return self.up(self.q(x) * self.k(x)).relu()
 
 
-@pytest.mark.parametrize("format", first(2, [*NAMES, "weights only"]))
-def test_compiled_layers_are_one_graph_that_keeps_no_other_weight(monkeypatch, format):
-    """Split as by the default backend: it would keep a dequantized or a transposed weight for the backward pass.
+def partition(graph, inputs, static_lifetime_input_indices=None, **more):
+    """Split a graph as Inductor does."""
+    joint_graph_passes(graph)
+    return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **more)
+
+
+INDUCTOR = {"partition_fn": partition, "decompositions": select_decomp_table()}
+
+
+@pytest.mark.parametrize(
+    ("format", "policy"),
+    first(
+        2, [*(("fp8", one) for one in POLICIES), *((one, "none") for one in (*NAMES[1:], "rotated", "weights only"))]
+    ),
+)
+def test_compiled_layers_are_one_graph_that_keeps_no_other_weight(monkeypatch, format, policy):
+    """Inductor would keep a dequantized or a transposed weight for the backward pass.
 
     Products in 8 bits are PyTorch's own, so that kernels before and after them can be fused.
     """
     monkeypatch.setattr(eight_bit, "has_tensor_cores", torch.compiler.assume_constant_result(lambda _: format == "fp8"))
-    name = "fp8" if format == "weights only" else format
-    half = Half(*(quantization(name).quantize(linear(sides=(side, 128))) for side in (128, 128, 320)))
+    name = {"weights only": "fp8", "rotated": "int8_w8a8"}.get(format, format)
+    quantize = quantization(name, rotation=format == "rotated").quantize
+    half = Half(*(quantize(linear(sides=(side, 128))) for side in (128, 128, 320)))
+    block = half if policy == "none" else recomputed(half, policy, compiled=True)
+    backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, **INDUCTOR)
     torch._dynamo.reset()
     kept, found = [], []
-    for run in (half, torch.compile(half, fullgraph=True, backend="aot_eager_decomp_partition")):
+    for run in (half, torch.compile(lambda x: block(x), fullgraph=True, backend=backend)):
         torch.manual_seed(1)
         x = torch.randn(32, 128).requires_grad_()
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
@@ -212,9 +238,9 @@ def test_compiled_layers_are_one_graph_that_keeps_no_other_weight(monkeypatch, f
         y.backward(torch.randn(y.shape))
         found.append((y.detach(), x.grad))
         weights = [tensor.data_ptr() for layer in (half.q, half.k, half.up) for tensor in layer.parts()]
-        others = [one for one in kept if one.data_ptr() not in weights]
+        parameters = {*weights, *(one.data_ptr() for one in half.parameters())}
         assert {one.data_ptr() for one in kept} >= {*weights}
-        assert all(len(one) == 32 or one.shape == half.norm.weight.shape for one in others)
+        assert all(len(one) == 32 for one in kept if one.data_ptr() not in parameters)
         kept.clear()
     for one, other in zip(*found, strict=True):
         assert error(other, one) < 1e-3
