@@ -26,7 +26,7 @@ from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.adapters.gates import RankGate, read_rank_gate
 from lightning_modules.adapters.ranks import PATTERNS, Ranks
-from lightning_modules.lora_files.compatibility import FUSE, readers
+from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
 from lightning_modules.lora_files.kinds import common_kind
 from lightning_modules.lora_files.reading import (
@@ -209,10 +209,7 @@ def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
     if lora.kind == "LoRA" and lora.rank <= rank:
         log.info(f"rank={rank}: no layer has a higher one, all stay as they are")
         return lora
-    try:
-        reduced: dict[str, Delta] = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
-    except ValueError as error:
-        raise UserError(f"rank={rank}: {error}. {FUSE}") from error
+    reduced: dict[str, Delta] = {name: delta.reduced(rank) for name, delta in lora.deltas.items()}
     log.info(f"rank={rank}: the update changes by {relative_change(lora.deltas, reduced):.2%}")
     if lora.kind == "LoRA":
         return lora._replace(deltas=reduced)

@@ -119,8 +119,7 @@ def _model(cfg: DictConfig, file: LoRAFile) -> tuple[str, LayerNames]:
     instead = f"; its header says {shown(claimed, 40)}" if claimed else ""
     if fitting := list(fitting_models([file])):
         return f"{' or '.join(model.name for model in fitting)}, by its layers{instead}", fitting[0].names
-    shapes = {name: delta.shape for name, delta in file.empty.items()}
-    own = LayerNames({name: LayerShape(out or width, width) for name, (out, width) in shapes.items()})
+    own = LayerNames({name: LayerShape(*delta.shape) for name, delta in file.empty.items()})
     return f"none of the models that Retouch knows{instead}", own
 
 
@@ -142,9 +141,7 @@ def _add(table: Table, columns: Sequence[Mapping[str, str]], most: int) -> None:
 
 
 def _add_difference(table: Table, one: Mapping[str, Delta], other: Mapping[str, Delta]) -> None:
-    # A rotation of inputs cannot be compared with an update of the weight.
-    fits = [{layer: (*delta.shape, delta.kind == "OFT") for layer, delta in deltas.items()} for deltas in (one, other)]
-    common = [layer for layer, fit in fits[0].items() if fits[1].get(layer) == fit]
+    common = [layer for layer, delta in one.items() if layer in other and other[layer].shape == delta.shape]
     before, after = ({layer: deltas[layer] for layer in common} for deltas in (one, other))
     if any(delta.square() for delta in before.values()):
         change = 100 * relative_change(before, after)

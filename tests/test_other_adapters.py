@@ -1,4 +1,4 @@
-"""LoKr, LoHa and OFT by the real command lines: trained, gone on with, read back, merged, exported."""
+"""LoKr and LoHa by the real command lines: trained, gone on with, read back, merged, exported."""
 
 import re
 from functools import partial
@@ -27,7 +27,7 @@ FILE = "lora/last/pytorch_lora_weights.safetensors"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("adapter", "format"), [("lokr", "nf4"), ("dora", "fp8"), ("loha", "fp8"), ("oft", "int8_w8a8")]
+    ("adapter", "format"), [("lokr", "nf4"), ("dora", "fp8"), ("loha", "int8_w8a8")]
 )
 def test_run_resumes_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, tmp_path, adapter, format):
     """The prediction quantizes the same layers, by the file's header."""
@@ -57,7 +57,6 @@ KEYS = {
     "lokr_full": {"lokr_w1", "lokr_w2"},
     "lokr_even": {"lokr_w1", "lokr_w2_a", "lokr_w2_b"},
     "loha": {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},
-    "oft": {"oft_R.weight"},
 }
 
 
@@ -69,7 +68,7 @@ def test_image_of_the_file_equals_the_stock_pipelines(run, stock, gallery, photo
     ends = {re.sub(r".*\.(to_\w+|add_\w+|0|2|proj|proj_mlp)\.(?=[hlo])", "", key) for key in state}
     assert ends == KEYS[adapter]
     assert all(key.startswith("transformer.") for key in state)
-    assert ("it loads in ComfyUI" if adapter != "oft" else "ComfyUI does not read it") in text
+    assert "it loads in ComfyUI" in text
     assert ("pipe.transformer.load_lora_adapter" in text) == adapter.startswith("lokr")
     asked = [f"lora={folder}", f"image={photo}", "prompt=x", "num_inference_steps=2"]
     run("predict", *asked, f"output_dir={tmp_path / 'made'}")
@@ -86,7 +85,7 @@ def test_image_of_the_file_equals_the_stock_pipelines(run, stock, gallery, photo
 
 @pytest.mark.slow
 def test_files_are_exported_with_what_is_lost(gallery, tmp_path):
-    lokr, loha, oft = (gallery(kind).folder for kind in KINDS)
+    lokr, loha = (gallery(kind).folder for kind in KINDS)
     text = run_task("export", f"lora={loha}", "rank=8", f"output_dir={tmp_path / 'low'}")
     assert "rank=8: the update changes by" in text
     file = LoRAFile(tmp_path / "low" / "pytorch_lora_weights.safetensors")
@@ -94,34 +93,27 @@ def test_files_are_exported_with_what_is_lost(gallery, tmp_path):
     assert file.adapter["rank"] == file.adapter["alpha"] == 8
     for words, *more in (
         ("format=kohya: a LoHa cannot be written in it. Choose format=diffusers", f"lora={loha}", "format=kohya"),
-        ("fuse=true writes a transformer", f"lora={oft}", "rank=4"),
         ("is a LoKr, and only plain LoRAs can be added up", f"merge=[{lokr},{loha}]"),
     ):
         with pytest.raises(UserError, match=re.escape(words)):
             run_task("export", *more, f"output_dir={tmp_path / 'no'}")
 
 
-def test_an_oft_is_predicted_with_no_other(refuses, trained, gallery, photo):
-    asked = [f"lora=[{gallery('oft').folder},{trained}]", f"image={photo}", "prompt=x"]
-    refuses(*asked, words="is an OFT, which rotates the inputs of other LoRAs", script="predict")
-
-
 @pytest.mark.parametrize("adapter", KINDS)
-def test_training_starts_from_lokr_loha_and_oft_files(tiny, tmp_path, adapter):
+def test_training_starts_from_lokr_and_loha_files(tiny, tmp_path, adapter):
     module = build(tiny, adapter)
     learn(module)
     module.adapter.write(tmp_path, module.adapter.gather(module.trained.parts), module.base, {}, torch.float32)
     start = f"adapter.init_from={tmp_path / 'pytorch_lora_weights.safetensors'}"
     with torch.no_grad():
         torch.testing.assert_close(velocity(build(tiny, adapter, start), [0.5]), velocity(module, [0.5]))
-    if adapter != "oft":
-        with pytest.raises(UserError, match="by the settings a"):
-            build(tiny, adapter, start, "adapter.rank=3")
+    with pytest.raises(UserError, match="by the settings a"):
+        build(tiny, adapter, start, "adapter.rank=3")
 
 
 @pytest.mark.parametrize(
     ("model", "adapter"),
-    first(1, [("z_image", "loha"), ("qwen_image_edit", "lokr"), ("longcat_image_edit", "oft")]),
+    first(1, [("z_image", "loha"), ("qwen_image_edit", "lokr"), ("longcat_image_edit", "loha")]),
 )
 def test_other_families_train_and_predict(run, arguments, photo, tmp_path, model, adapter):
     settings = short_of(arguments(model, tmp_path / "run", 2), adapter)

@@ -15,7 +15,6 @@ ADAPTERS = {
     "lokr, factor 2, rank 32": ["adapter=lokr", "adapter.decompose_factor=2", "adapter.rank=32"],
     "lora, rank 6": ["adapter.rank=6"],
     "lokr, factor 4, `full_matrix=true`": ["adapter=lokr", "adapter.decompose_factor=4", "adapter.full_matrix=true"],
-    "oft, blocks of 32": ["adapter=oft"],
 }
 
 

@@ -63,11 +63,6 @@ class AppliedLoRAs:
         for path in self.files:
             meanings = LoRAFile(path).match(names, base.name)
             adapted.update(layer for meaning in meanings.values() for layer in meaning.layers)
-            if len(self.files) > 1 and common_kind(LoRAFile(path).empty.values()) == "OFT":
-                raise UserError(
-                    f"lora={path} is an OFT, which rotates the inputs of other LoRAs. Pass it as the only one, or put "
-                    "it into a transformer by task=export fuse=true."
-                )
         require_matches("lora_scale", self.scales, [layer for layer in names.shapes if layer in adapted])
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
@@ -143,8 +138,8 @@ class TrainingAdapter:
         self.file.match(base.layer_names, base.name)
         if read_rank_gate(self.file.path) is not None:
             raise UserError(f"{setting}: {NOT_MERGED}; task=export rank=N makes a plain LoRA of it")
-        if (kind := common_kind(self.file.empty.values())) in ("DoRA", "OFT"):
-            raise UserError(f"{setting}: a LoRA, LoKr or LoHa is needed, not {kind}")
+        if common_kind(self.file.empty.values()) == "DoRA":
+            raise UserError(f"{setting}: a LoRA, LoKr or LoHa is needed, not DoRA")
 
     def load(self, transformer: Any, base: FrozenBase) -> None:
         """Load it into a transformer that has the trained adapter."""
@@ -166,7 +161,7 @@ class TrainingAdapter:
 
 
 def load_adapter(transformer: Any, lora: str | Path, adapter_name: str = "default") -> None:
-    """Load a LoKr, LoHa or OFT of Retouch into diffusers' transformer, whatever its precision.
+    """Load a LoKr or LoHa of Retouch into diffusers' transformer, whatever its precision.
 
     Args:
         lora: a run's folder, a weights folder or a file, with diffusers' layer names.

@@ -1,4 +1,4 @@
-"""The base of LoRA, LoKr, LoHa and OFT: deltas of a transformer's linear layers, trained next to frozen weights."""
+"""The base of LoRA, LoKr and LoHa: deltas of a transformer's linear layers, trained next to frozen weights."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""LoKr, LoHa and OFT: deltas that are not low-rank products, in layers of our own, trained in float32."""
+"""LoKr and LoHa: deltas that are not low-rank products, in layers of our own, trained in float32."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from foundation.errors import UserError
 from lightning_modules.adapters.delta_adapter import DeltaAdapter
 from lightning_modules.adapters.peft_layers import ADAPTER, full_tensor, layer_of
 from lightning_modules.lora_files.delta import Delta, LowRank
-from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_entries
+from lightning_modules.lora_files.kinds import Hadamard, Kronecker
 from lightning_modules.lora_files.reading import LoRAFile
 
 
@@ -238,38 +238,3 @@ class LoHa(Factored):
 
     def __str__(self) -> str:
         return f"LoHa rank {self.rank}, alpha {self.alpha:g}"
-
-
-class OFT(Factored):
-    """Rotations of linear layers' inputs in blocks, which start as the identity (OFTv2, arXiv 2506.19847).
-
-    Args:
-        block_size: inputs per block; it divides the inputs of each layer.
-        settings: arguments of `DeltaAdapter`.
-    """
-
-    kind = "OFT"
-    adds_to_outputs = False
-
-    def __init__(self, block_size: int, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.block_size = block_size
-
-    def check_targets(self, linears: Mapping[str, nn.Linear]) -> None:
-        for name, layer in linears.items():
-            if layer.in_features % self.block_size:
-                divisors = [size for size in range(2, self.block_size + 1) if layer.in_features % size == 0]
-                raise UserError(
-                    f"adapter.block_size={self.block_size} does not divide the {layer.in_features} inputs of {name}. "
-                    f"Use {divisors[-1] if divisors else layer.in_features}"
-                )
-
-    def start(self, in_features: int, out_features: int, generator: torch.Generator) -> Rotation:
-        blocks = in_features // self.block_size
-        return Rotation(torch.zeros(blocks, skew_entries(self.block_size), device="cpu"))
-
-    def metadata(self) -> dict[str, Any]:
-        return super().metadata() | {"block_size": self.block_size}
-
-    def __str__(self) -> str:
-        return f"OFT of blocks of {self.block_size}"

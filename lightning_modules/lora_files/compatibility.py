@@ -91,9 +91,7 @@ def in_comfyui(format: str, names: LayerNames, layers: Collection[str], kind: st
     like_flux = names.readers in ("flux", "flux2", "flux3", "longcat") and not LORA_FORMATS[format].native
     known = saved if names.saved else COMFYUI_LAYERS
     problem = ""
-    if kind == "OFT":
-        problem = f"its OFT rotates outputs, and this one inputs; {FUSE}"
-    elif format == "peft" or (names.readers, format) in (("z_image", "kohya"), ("flux3", "onetrainer")):
+    if format == "peft" or (names.readers, format) in (("z_image", "kohya"), ("flux3", "onetrainer")):
         problem = "it does not know these names; use format=comfyui"
     elif kind == "DoRA" and LORA_FORMATS[format].magnitude != DORA_SCALE:
         problem = f"it ignores lora_magnitude_vector, half of the DoRA; {FUSE if joined else 'use format=comfyui'}"

@@ -36,8 +36,8 @@ class Delta(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int | None, int]:
-        """(out, in) of the layers that it fits; None if any size fits."""
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the layers that it fits."""
 
     @property
     @abstractmethod
@@ -55,11 +55,11 @@ class Delta(ABC):
 
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
-        """Compute the change of the layer's output (or of its input, for a rotation): (..., in) -> (..., out)."""
+        """Compute the change of the layer's output: (..., in) -> (..., out)."""
 
     @abstractmethod
     def matrix(self) -> Tensor:
-        """Return the matrix of `apply`, (out, in) or (in, in)."""
+        """Return the matrix of `apply`, (out, in)."""
 
     @abstractmethod
     def split(self, widths: Sequence[int], swapped: bool) -> "Sequence[Delta | None]":
@@ -98,7 +98,7 @@ class Delta(ABC):
         return float(self.matrix().double().square().sum())
 
     def reduced(self, rank: int) -> "LowRank":
-        """Return the closest low-rank delta of at most this rank; raises ValueError if there is none."""
+        """Return the closest low-rank delta of at most this rank."""
         matrix = self.matrix()
         return best_of_rank(matrix, min(rank, *matrix.shape))[0]
 

@@ -1,7 +1,6 @@
-"""The other kinds of deltas that files hold (LoKr, LoHa, OFT), and the delta of any layer's tensors."""
+"""The other kinds of deltas that files hold (LoKr, LoHa), and the delta of any layer's tensors."""
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -174,104 +173,7 @@ class Hadamard(Delta):
         return [Hadamard(ups, self.downs) for ups in zip(*pieces, strict=True)]
 
 
-class Rotation(Delta):
-    """OFT (arXiv 2306.07280, as in peft and OFTv2, arXiv 2506.19847): a rotation x -> x R of the layer's input.
-
-    R has blocks on its diagonal, and W becomes W R^T.
-
-    Args:
-        skew: (blocks, b (b - 1) / 2), the entries above the diagonal of each block's Q = -Q^T.
-    """
-
-    kind = "OFT"
-    parts = ("oft_R",)
-
-    def __init__(self, skew: Tensor) -> None:
-        self.skew = skew
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        skew = tensors["oft_R"]
-        if skew.ndim != 2 or len(skew) == 0 or skew_entries(_block_size(skew)) != skew.shape[1]:
-            raise ValueError(f"a matrix of {tuple(skew.shape)}")
-        return cls(skew)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"oft_R": self.skew}
-
-    @property
-    def shape(self) -> tuple[None, int]:
-        return None, len(self.skew) * _block_size(self.skew)
-
-    @property
-    def size(self) -> str:
-        return f"{len(self.skew)} blocks of {_block_size(self.skew)}"
-
-    @property
-    def divisor(self) -> None:
-        return None
-
-    def scaled(self, factor: float) -> Self:
-        """Multiply Q by a factor: -1 inverts the rotation, 0 is none."""
-        return type(self)(self.skew * factor)
-
-    def turns(self) -> Tensor:
-        """Compute R - 1 of each block, (blocks, b, b).
-
-        R is Cayley's (1 + Q) / (1 - Q), by the first terms of its series as in peft: 1 + 2 Q + 2 Q^2 + 2 Q^3 + Q^4.
-        """
-        q = skew_symmetric(self.skew)
-        q2 = q @ q
-        return 2 * q + 2 * q2 + 2 * (q2 @ q) + q2 @ q2
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Compute the change of the layer's input, x R - x."""
-        turns = self.turns()
-        blocks = x.unflatten(-1, turns.shape[:2])
-        return torch.einsum("...rk,rkc->...rc", blocks, turns.to(x.dtype)).flatten(-2)
-
-    def forward(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return layer(x + self.apply(self.cast(x)).to(x.dtype))
-
-    def matrix(self) -> Tensor:
-        """Return (R - 1)^T (in, in)."""
-        return torch.block_diag(*self.turns().transpose(1, 2))
-
-    def updated(self, weight: Tensor) -> Tensor:
-        weight, turns = weight.float(), self.to(torch.float32, weight.device).turns()
-        blocks = weight.unflatten(1, turns.shape[:2])
-        return weight + torch.einsum("orc,rkc->ork", blocks, turns).flatten(1)
-
-    def square(self) -> float:
-        return float(self.turns().double().square().sum())
-
-    def reduced(self, rank: int) -> LowRank:
-        raise ValueError("an OFT rotates a layer's inputs, and no LoRA is close to a rotation")
-
-    def split(self, widths: Sequence[int], swapped: bool) -> "list[Rotation]":
-        """Give each sub-layer the whole rotation: they share their input."""
-        return [self] * len(widths)
-
-
-def skew_entries(size: int) -> int:
-    """Return the number of entries above the diagonal of a square matrix."""
-    return size * (size - 1) // 2
-
-
-def skew_symmetric(above: Tensor) -> Tensor:
-    """Build matrices (B, b, b) from the entries above their diagonals (B, b (b - 1) / 2), row by row."""
-    size = _block_size(above)
-    rows, columns = torch.triu_indices(size, size, 1, device=above.device)
-    flat = above.new_zeros(len(above), size * size).index_copy(1, rows * size + columns, above)
-    upper = flat.view(-1, size, size)
-    return upper - upper.transpose(1, 2)
-
-
-def _block_size(skew: Tensor) -> int:
-    return (1 + math.isqrt(1 + 8 * skew.shape[-1])) // 2
-
-
-DELTA_KINDS: tuple[type[Delta], ...] = (LowRank, Kronecker, Hadamard, Rotation)
+DELTA_KINDS: tuple[type[Delta], ...] = (LowRank, Kronecker, Hadamard)
 
 
 def matching_kinds(parts: Collection[str]) -> list[type[Delta]]:

@@ -38,7 +38,7 @@ IGNORED = {
     "embeddings": re.compile(r"bundle_emb\.|emb_params$|string_to_param\."),
 }
 # Adapters that are not read, by words in the names of their tensors.
-OTHER_ADAPTERS = {"lora_E": "AdaLoRA", "vera_": "VeRA", "ia3_": "IA3", "boft_": "BOFT", "oft_blocks": "LyCORIS' OFT"}
+OTHER_ADAPTERS = {"lora_E": "AdaLoRA", "vera_": "VeRA", "ia3_": "IA3", "boft_": "BOFT", "oft_": "OFT"}
 
 
 class NativeNames(NamedTuple):

@@ -38,7 +38,7 @@ UNDERSTOOD = frozenset(
     (  # noqa: SIM905 (a list would have a line for each)
         "alpha alpha_pattern auto_mapping base_model_name_or_path decompose_both decompose_factor "
         "ensure_weight_tying eps eva_config exclude_modules inference_mode layers_pattern layers_to_transform "
-        "lora_alpha lora_dropout module_dropout megatron_core modules_to_save oft_block_size peft_version "
+        "lora_alpha lora_dropout module_dropout megatron_core modules_to_save peft_version "
         "qalora_group_size r rank_dropout rank_dropout_scale rank_pattern revision runtime_config "
         "target_modules task_type use_dora use_effective_conv2d use_rslora "
     ).split()
@@ -47,12 +47,10 @@ UNDERSTOOD = frozenset(
 # is. PiSSA, OLoRA, CorDA and LoftQ change the base, and such a LoRA is only the difference from the changed base.
 STARTS = (True, None, False, "gaussian", "orthogonal", "eva")
 AS_USUAL = {
-    "peft_type": ("LORA", "LOKR", "LOHA", "OFT"),
+    "peft_type": ("LORA", "LOKR", "LOHA"),
     "bias": ("none",),
     "init_lora_weights": STARTS,
     "init_weights": STARTS,
-    "use_cayley_neumann": (True,),
-    "num_cayley_neumann_terms": (5,),
 }
 LONGEST_MATCH = 0.1  # seconds
 _compiled = lru_cache(4096)(regex.compile)
@@ -200,7 +198,7 @@ class LoRAFile:
         if others:
             raise self._error(
                 f"contains tensors{of} that Retouch does not read ({_some_keys(sorted(others))}); it reads LoRA, DoRA, "
-                "LoKr, LoHa and peft's OFT of linear layers"
+                "LoKr and LoHa of linear layers"
             )
         if not layers:
             only = f", only weights of {' and '.join(self.ignored)}" if self.ignored else ""

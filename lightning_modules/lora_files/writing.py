@@ -53,12 +53,12 @@ class FileFormat(NamedTuple):
     alpha: bool = False
     fallback: str | None = None
     file: str | None = None
-    kinds: tuple[str, ...] = ("LoRA", "DoRA", "LoKr", "LoHa", "OFT")
+    kinds: tuple[str, ...] = ("LoRA", "DoRA", "LoKr", "LoHa")
 
     def key(self, part: str) -> str:
         """Return the name of a tensor of `Delta.tensors`."""
         down, up = ("lora_down", "lora_up") if self.alpha else ("lora_A", "lora_B")
-        own = {"down": f"{down}.weight", "up": f"{up}.weight", "magnitude": self.magnitude[0], "oft_R": "oft_R.weight"}
+        own = {"down": f"{down}.weight", "up": f"{up}.weight", "magnitude": self.magnitude[0]}
         return own.get(part, part)
 
 
@@ -69,7 +69,6 @@ LORA_FORMATS = {
         native=True,
         magnitude=DORA_SCALE,
         fallback="transformer.",
-        kinds=("LoRA", "DoRA", "LoKr", "LoHa"),
     ),
     "kohya": FileFormat("lora_unet_", native=True, flat=True, alpha=True, magnitude=DORA_SCALE, kinds=("LoRA", "DoRA")),
     "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME, kinds=("LoRA", "DoRA")),
@@ -192,7 +191,7 @@ def encode(deltas: Mapping[str, Delta], format: str, names: LayerNames | None = 
         for part, tensor in delta.tensors().items():
             is_column = part == "magnitude" and how.magnitude[1]
             tensors[f"{layer}.{how.key(part)}"] = tensor[:, None] if is_column else tensor
-        if how.alpha and delta.kind != "OFT":  # OneTrainer divides even whole factors by the rank of its settings
+        if how.alpha:  # OneTrainer divides even whole factors by the rank of its settings
             tensors[f"{layer}.alpha"] = torch.tensor(float(delta.divisor or rank))
     return tensors
 

@@ -70,7 +70,7 @@ class Runs:
         def build(folder: Path) -> None:
             folder.mkdir()
             common = short(self.tiny, self.pairs, output, steps, data, shown)
-            if {"adapter=full", "adapter=oft", "adapter.full_matrix=true"} & {*overrides}:  # which have no rank
+            if {"adapter=full", "adapter.full_matrix=true"} & {*overrides}:  # which have no rank
                 common = short_of(common)
             outcome = run_here("train", *common, *overrides)
             assert outcome.status == 0, outcome.text

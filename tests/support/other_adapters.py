@@ -1,4 +1,4 @@
-"""LoKr, LoHa and OFT on tiny models."""
+"""LoKr and LoHa on tiny models."""
 
 # By the test's name of it: its settings.
 OTHERS = {
@@ -6,9 +6,8 @@ OTHERS = {
     "lokr_full": ["adapter=lokr", "adapter.full_matrix=true", "adapter.decompose_factor=4"],
     "lokr_even": ["adapter=lokr", "adapter.rank=2", "adapter.alpha=16", "adapter.decompose_factor=-1"],
     "loha": ["adapter=loha", "adapter.rank=4", "adapter.alpha=6"],
-    "oft": ["adapter=oft", "adapter.block_size=8"],
 }
-KINDS = ("lokr", "loha", "oft")
+KINDS = ("lokr", "loha")
 
 
 def short_of(arguments, adapter=None):

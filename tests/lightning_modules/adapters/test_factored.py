@@ -1,4 +1,4 @@
-"""LoKr, LoHa and OFT: their numbers against peft's, torch.kron and dense matrices, their layers on every base."""
+"""LoKr and LoHa: their numbers against peft's, torch.kron and dense matrices, their layers on every base."""
 
 import copy
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
-from lightning_modules.adapters.factored import OFT, LoHa, LoKr, factor_pair
+from lightning_modules.adapters.factored import LoHa, LoKr, factor_pair
 from lightning_modules.adapters.peft_layers import ADAPTER
 from tests.support.combinations import first
 from tests.support.other_adapters import KINDS
@@ -43,7 +43,6 @@ PAIRS = {
     "LoKr whole": (LoKr(4, 6, 4, True, **GIVEN), LoKrConfig(r=24, alpha=24, decompose_factor=4)),
     "LoHa": (LoHa(4, 6, **GIVEN), LoHaConfig(r=4, alpha=6)),
     "LoHa of a high rank": (LoHa(8, 6, **GIVEN), LoHaConfig(r=8, alpha=6)),
-    "OFT": (OFT(16, **GIVEN), OFTConfig(r=0, oft_block_size=16)),
 }
 
 
@@ -65,7 +64,6 @@ def test_outputs_and_gradients_equal_those_of_peft(name):
         parameters, beside = own.get_submodule(layer).updates[ADAPTER], theirs.get_submodule(layer)
         for part in parameters.names:
             parameter, other = getattr(parameters, part), getattr(beside, part)[ADAPTER]
-            other = other.weight if name == "OFT" else other
             other.data = parameter.detach().clone()
             pairs.append((parameter, other))
     results = [one(x) for one in (own, theirs)]
@@ -150,8 +148,3 @@ def test_inference_weights_are_those_of_the_file(tiny, tmp_path, adapter):
         theirs = module.velocity(fresh.eval(), arguments[0], t, arguments[1:], prompt)
     assert torch.equal(own, theirs)
     torch.testing.assert_close(trainable(module.transformer), before, rtol=0, atol=0)
-
-
-def test_block_that_does_not_divide_a_layer_is_named():
-    with pytest.raises(UserError, match=r"adapter.block_size=20 does not divide the 48 inputs of to_q. Use 16"):
-        OFT(20, **GIVEN).check_targets(dict(Two().named_children()))

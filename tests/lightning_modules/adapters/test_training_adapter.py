@@ -169,12 +169,10 @@ def test_incompatible_training_adapters_are_refused(gallery, tiny, file, tmp_pat
     write(other, {"blocks.0.to_q": LowRank(torch.ones(2, 8), torch.ones(8, 2))}, {})
     for training_adapter, adapter, words in (
         (tmp_path / WEIGHTS, "lora", "a LoRA, LoKr or LoHa is needed, not DoRA"),
-        (gallery("oft").folder, "lora", "a LoRA, LoKr or LoHa is needed, not OFT"),
         (gallery("tlora").folder, "lora", "its rank follows the timestep"),
         (other, "lora", f"the LoRA {other} does not fit {tiny}"),
         ("[a,b]", "lora", "name one LoRA"),
         (file, "full", "with adapter=full all weights would learn"),
-        (file, "oft", "OFT of blocks of 32 would change its output as well"),
     ):
         settings = [f"model.pretrained_model_name_or_path={tiny}", f"model.training_adapter={training_adapter}"]
         with pytest.raises((UserError, InstantiationException), match=re.escape(words)):

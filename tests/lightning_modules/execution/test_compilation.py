@@ -34,7 +34,7 @@ def exactly(monkeypatch):
     torch._dynamo.reset()
 
 
-OTHERS = [("loha", "nf4"), ("oft", "fp8"), ("dora", "int8_w8a8"), ("lora", "rotated")]
+OTHERS = [("loha", "nf4"), ("lokr", "fp8"), ("dora", "int8_w8a8"), ("lora", "rotated")]
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ def test_other_verdicts(pipeline, tmp_path):
     note = in_comfyui("diffusers", names, next(iter(names.saved.values()), ())).note
     assert ("no ComfyUI that knows FLUX.3" in note) == (names.readers == "flux3")
     layers = [layer for layer in names.shapes if layer.endswith("to_q")]
-    reads = {kind: in_comfyui("diffusers", names, layers, kind).reads for kind in ("LoKr", "LoHa", "OFT")}
-    assert reads == {"LoKr": not names.saved, "LoHa": True, "OFT": False}
+    reads = {kind: in_comfyui("diffusers", names, layers, kind).reads for kind in ("LoKr", "LoHa")}
+    assert reads == {"LoKr": not names.saved, "LoHa": True}
 
 
 def written(chosen, path):

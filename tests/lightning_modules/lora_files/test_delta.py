@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_modules.lora_files.delta import LowRank, relative_change, squared_difference, weighted_sum
-from lightning_modules.lora_files.kinds import Hadamard, Kronecker, Rotation, skew_symmetric
+from lightning_modules.lora_files.kinds import Hadamard, Kronecker
 from tests.support.lora_files import dense
 
 
@@ -31,7 +31,6 @@ DELTAS = {
     "rows": Kronecker(two((6, 4)), two((10, 12), seed=1), (7, 31)),
     "hadamard": Hadamard(two((60, 3), (60, 3)), two((3, 48), (3, 48), seed=3)),
     "hadamard of a high rank": Hadamard(two((60, 9), (60, 9)), two((9, 48), (9, 48), seed=3)),
-    "rotation": Rotation(0.1 * numbers(6, 28)),
 }
 
 
@@ -42,8 +41,6 @@ def test_norms_and_factors_computed_without_the_matrix_equal_those_of_the_matrix
     torch.testing.assert_close(delta.apply(x), F.linear(x, matrix), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(delta.square(), float(matrix.double().square().sum()), rtol=1e-5, atol=0)
     assert delta.like(delta.tensors()).apply(x).equal(delta.apply(x))
-    if name == "rotation":
-        return
     half = delta.scaled(0.5)
     torch.testing.assert_close(half.matrix(), 0.5 * matrix)
     assert relative_change({"a": delta}, {"a": half}) == pytest.approx(0.5, rel=1e-4)
@@ -53,26 +50,11 @@ def test_norms_and_factors_computed_without_the_matrix_equal_those_of_the_matrix
     assert squared_difference(delta, lora) == pytest.approx(expected, rel=1e-4)
 
 
-def test_rotation_is_cayley_s_to_the_series_error_and_turns_back():
-    """The first omitted term is of the fourth power."""
-    skew = 0.02 * numbers(6, 28)
-    delta, unit = Rotation(skew), torch.eye(48)
-    q = torch.block_diag(*skew_symmetric(skew))
-    error = 2 * float(torch.linalg.matrix_norm(q, 2)) ** 4
-    turned = unit + delta.matrix()
-    assert torch.linalg.matrix_norm(turned.T - torch.linalg.solve(unit - q, unit + q), 2) < error
-    assert torch.linalg.matrix_norm(turned @ (unit + delta.scaled(-1).matrix()) - unit, 2) < 2 * error
-    assert torch.equal(delta.scaled(0).matrix(), torch.zeros(48, 48))
-
-
 @pytest.mark.parametrize("name", DELTAS)
 @pytest.mark.parametrize("widths", [(20, 20, 20), (7, 3, 50)])
 def test_sub_layers_get_their_rows_of_a_fused_layer(name, widths):
     delta, widths = DELTAS[name], (11, 20) if name == "rows" else widths
     parts = delta.split(widths, swapped=False)
-    if name == "rotation":
-        assert all(part is delta for part in parts)
-        return
     for part, rows in zip(parts, delta.matrix().split(widths), strict=True):
         torch.testing.assert_close(part.matrix(), rows)
         assert part.shape == rows.shape
@@ -83,7 +65,7 @@ def test_sub_layers_get_their_rows_of_a_fused_layer(name, widths):
         torch.testing.assert_close(swapped.matrix(), torch.cat(delta.matrix().chunk(2)[::-1]))
 
 
-@pytest.mark.parametrize("name", [name for name in DELTAS if name != "rotation"])
+@pytest.mark.parametrize("name", DELTAS)
 @pytest.mark.parametrize("rank", [2, 5])
 def test_reduced_update_is_the_best_of_its_rank(name, rank):
     """Its error is that of the discarded singular values, which nothing of that rank is below."""
@@ -103,8 +85,6 @@ def test_low_rank_updates_are_reduced_exactly_and_without_a_matrix():
     assert low_rank(3, 100_000, 100_000).reduced(2).rank == 2  # the matrix would take 80 GB
     zero = LowRank(torch.randn(4, 8), torch.zeros(8, 4))
     assert dense(zero.reduced(2)).abs().max() == 0
-    with pytest.raises(ValueError, match="no LoRA is close to a rotation"):
-        DELTAS["rotation"].reduced(5)
 
 
 def test_loras_of_other_layers_and_ranks_are_summed_exactly():

@@ -1,4 +1,4 @@
-"""Files of LoKr, LoHa and OFT as LyCORIS, peft and trainers of FLUX's own layers write them, against dense matrices."""
+"""Files of LoKr and LoHa as LyCORIS, peft and trainers of FLUX's own layers write them, against dense matrices."""
 
 import copy
 
@@ -128,9 +128,8 @@ def test_layers_that_are_one_in_a_file_get_its_rows(base, names, tmp_path, kind,
         LoKrConfig(r=4, alpha=6, decompose_factor=4),
         LoKrConfig(r=64, alpha=32, decompose_factor=4, init_weights=False),
         LoHaConfig(r=4, alpha=6),
-        OFTConfig(r=0, oft_block_size=8),
     ],
-    ids=["LoKr", "LoKr of whole factors", "LoHa", "OFT"],
+    ids=["LoKr", "LoKr of whole factors", "LoHa"],
 )
 def test_folders_of_peft_are_what_peft_computes(base, names, tmp_path, config):
     """peft's scales apply to whole factors as well."""
