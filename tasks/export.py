@@ -25,7 +25,7 @@ from foundation.files import short_name
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.adapters.gates import RankGate, read_rank_gate
-from lightning_modules.adapters.ranks import PATTERNS, Ranks
+from lightning_modules.adapters.targets import PATTERNS, Ranks
 from lightning_modules.lora_files.compatibility import FUSE, readers
 from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
 from lightning_modules.lora_files.kinds import common_kind

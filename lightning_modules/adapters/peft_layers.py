@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.adapters.targets import Ranks
 
 # Name of the adapter that trains.
 ADAPTER = "default"
