@@ -221,7 +221,6 @@ def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
 
 
 def _first_components(lora: ExportedLoRA, gate: RankGate, rank: int | None) -> ExportedLoRA:
-    """Keep the first components of a T-LoRA."""
     low, high = max(gate.schedule.min_rank, 1), gate.schedule.rank
     if rank is None or rank > high:
         raise UserError(

@@ -111,7 +111,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def get_weight(half: Any) -> Tensor:
-    """Return a projection's matrix, which may be sharded."""
     return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight().detach()
 
 

@@ -57,7 +57,6 @@ def _without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def last_match(patterns: dict[str, float], name: str, default: float) -> float:
-    """Return the value of the last pattern that matches a layer's name."""
     return next((value for pattern, value in reversed(patterns.items()) if fnmatchcase(name, pattern)), default)
 
 

@@ -94,7 +94,6 @@ class OrthoHalf(nn.Module):
         raise NotImplementedError
 
     def used_weight(self) -> Tensor:
-        """Return the matrix that it computes with."""
         return self.lora_weight() if self.inference_weight is None else self.inference_weight
 
     def forward(self, x: Tensor) -> Tensor:
