@@ -19,7 +19,6 @@ from runs.signals import INTERRUPTS, stop
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="predict")
 def _run(cfg: DictConfig) -> None:
-    """Run one task."""
     from hydra.core.hydra_config import HydraConfig
 
     output_dir = job_folder()

@@ -199,4 +199,5 @@ class Overfit(L.Callback):
     """Train on the first sample only."""
 
     def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:
-        PairsDataModule.of(trainer).keep_first()
+        data = PairsDataModule.of(trainer)
+        data.training = data.training.first()

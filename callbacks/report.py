@@ -117,7 +117,6 @@ class Report(L.Callback):
 
 
 def _data_urls(path: Path) -> list[str]:
-    """Return the parts of a sample image as data URLs."""
     return list(map(data_url, read_strip(path).parts))
 
 

@@ -82,7 +82,6 @@ class Validation(L.Callback):
 
     @property
     def latest(self) -> dict[str, float]:
-        """Last measurement."""
         return self.rows[-1] if self.rows else {}
 
     def setup(self, trainer: L.Trainer, pl_module: EditModule, stage: str) -> None:

@@ -37,7 +37,6 @@ class Model(Protocol):
 
 
 def model_of(trainer: L.Trainer) -> Model:
-    """Return the trainer's model."""
     return cast(Model, trainer.lightning_module)
 
 

@@ -89,7 +89,6 @@ class RawBatch(Batch):
 
     @property
     def images(self) -> list[Tensor]:
-        """Return the controls, then the target if there is one."""
         return [image for image in (*self.controls, self.target) if image is not None]
 
 

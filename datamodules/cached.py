@@ -75,7 +75,6 @@ class CachedDataModule(PairsDataModule):
             self.notes.append(f"{what}: each is a batch of its own")
 
     def _open_root(self, cache: Cache) -> None:
-        """Use the samples of data.root."""
         hashes, samples = cache.file_hashes(), self.sample_set.find()
         found = look_up(self.sample_set, samples.samples, cache, hashes, self.preserve_prompts)
         changed, notes = self.sample_set.check(found.missing)

@@ -236,7 +236,6 @@ class EditsDataModule(PromptData):
         return windows, size
 
     def share(self) -> list[PromptedImage]:
-        """Return the edits of this process."""
         return self.edits[self.run.global_rank :: self.run.world_size]
 
     def predict_dataloader(self) -> DataLoader[PromptedImage]:

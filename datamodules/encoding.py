@@ -53,11 +53,7 @@ class EncodingDataModule(PromptData):
     """
 
     def __init__(
-        self,
-        sample_set: SampleSet,
-        num_workers: int,
-        cache: Cache,
-        preserve_prompts: Sequence[str] = (),
+        self, sample_set: SampleSet, num_workers: int, cache: Cache, preserve_prompts: Sequence[str] = ()
     ) -> None:
         super().__init__()
         self.sample_set = sample_set

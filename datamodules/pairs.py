@@ -264,10 +264,6 @@ class PairsDataModule(DataModule):
         if all(view.weight == 0 for view in self.training.views):
             raise UserError("data.root: weight=0 for all samples: there is nothing to learn")
 
-    def keep_first(self) -> None:
-        """Leave out all but the first view of the first sample."""
-        self.training = self.training.first()
-
     def note_buckets(self) -> None:
         """Note which buckets are smaller than a batch."""
         limits, kinds = self.batch_limits(), self.batch_kinds()
@@ -285,7 +281,6 @@ class PairsDataModule(DataModule):
         return sizes + [((images[0],), names) for images, names in sizes if self.choices.reference_dropout]
 
     def batch_limits(self) -> dict[Size, int]:
-        """Return the number of samples in a batch of each size."""
         return dict.fromkeys(self.training.sizes, self.batch_size)
 
     def sampler(self) -> SizeBatchSampler:

@@ -185,7 +185,6 @@ def inspect_sample(sample: Sample, sides: tuple[int, ...], see: Callable[[ImageF
 
 
 def _faults(sample: Sample, seen: dict[ImageFile, Look], sides: tuple[int, ...]) -> Iterator[tuple[Kind, str]]:
-    """Yield the faults of the images that could be read."""
     controls = [seen[path] for path in sample.controls if path in seen]
     target = seen.get(sample.target)
     if target is not None:

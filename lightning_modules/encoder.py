@@ -174,7 +174,6 @@ class PromptCache:
         return {k: tensor if k.endswith(ON_HOST) else copy_to(tensor, device) for k, tensor in stacked.items()}
 
     def seconds(self, prompt: str, images: list[Tensor]) -> float:
-        """Return the seconds that encoding has taken."""
         return self._seconds[_digest(prompt, images)]
 
     def _encode(self, key: bytes, prompt: str, images: list[Tensor]) -> dict[str, Tensor]:
@@ -207,7 +206,6 @@ class PromptCache:
 
 
 def _digest(prompt: str, images: list[Tensor]) -> bytes:
-    """Return the key of a prompt and its images."""
     digest = hashlib.sha256(prompt.encode())
     for image in images:
         digest.update(str(tuple(image.shape)).encode())

@@ -30,10 +30,7 @@ def diverged(losses: Sequence[float]) -> str | None:
 
 
 def diagnosis(
-    losses: Sequence[float],
-    validation: Sequence[Mapping[str, float]],
-    monitor: str,
-    more_is_better: bool,
+    losses: Sequence[float], validation: Sequence[Mapping[str, float]], monitor: str, more_is_better: bool
 ) -> str | None:
     """Return a line about the failure that the figures of a run show, with its remedy; None if they show none.
 

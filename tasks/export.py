@@ -25,7 +25,7 @@ from foundation.files import short_name
 from lightning_modules.adapters.full import FullFineTuning
 from lightning_modules.adapters.fusing import extract, fuse_to_file, write_fused
 from lightning_modules.adapters.gates import RankGate, read_rank_gate
-from lightning_modules.adapters.ranks import PATTERNS, Ranks
+from lightning_modules.adapters.targets import PATTERNS, Ranks
 from lightning_modules.lora_files.compatibility import readers
 from lightning_modules.lora_files.delta import Delta, LowRank, relative_change, weighted_sum
 from lightning_modules.lora_files.kinds import common_kind
@@ -218,7 +218,6 @@ def _with_rank(lora: ExportedLoRA, rank: int) -> ExportedLoRA:
 
 
 def _first_components(lora: ExportedLoRA, gate: RankGate, rank: int | None) -> ExportedLoRA:
-    """Keep the first components of a T-LoRA."""
     low, high = max(gate.schedule.min_rank, 1), gate.schedule.rank
     if rank is None or rank > high:
         raise UserError(

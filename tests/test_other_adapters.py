@@ -26,9 +26,7 @@ FILE = "lora/last/pytorch_lora_weights.safetensors"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("adapter", "format"), [("lokr", "nf4"), ("dora", "fp8"), ("loha", "int8_w8a8")]
-)
+@pytest.mark.parametrize(("adapter", "format"), [("lokr", "nf4"), ("dora", "fp8"), ("loha", "int8_w8a8")])
 def test_run_resumes_bitwise_and_predicts_on_quantized_bases(run, tiny, pairs, tmp_path, adapter, format):
     """The prediction quantizes the same layers, by the file's header."""
     keep = "model.quantization.modules_to_not_convert=['transformer_blocks.*',proj_out]"

@@ -303,7 +303,6 @@ class Chain:
     mask: bool
 
     def has(self, name: str) -> bool:
-        """Return whether a recipe is in the chain."""
         return any(step.name == name for step in self.steps)
 
     @property

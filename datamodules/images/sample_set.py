@@ -11,16 +11,7 @@ from typing import Any, Literal, NamedTuple
 from datamodules.images.decoding import Facts, image_facts, refuse_large, require_sides, verify_image, verify_mask
 from datamodules.images.recipe_images import RecipeImage, recipe_image_of, source_of, with_controls, with_exchanges
 from datamodules.images.resizing import Framing, Sides, View
-from datamodules.images.samples import (
-    Found,
-    ImageFile,
-    Root,
-    RootSetting,
-    Sample,
-    Source,
-    as_roots,
-    with_settings,
-)
+from datamodules.images.samples import Found, ImageFile, Root, RootSetting, Sample, Source, as_roots, with_settings
 from datamodules.images.windows import ConditionImages
 from foundation.errors import UserError, count_of, listing, printable
 from foundation.files import Packed
@@ -95,7 +86,6 @@ class SampleSet:
         return [str(root.path) for root in self.roots]
 
     def root(self, sample: Sample) -> Root:
-        """Return the root of a sample."""
         return [*self.roots, *self.val_roots][sample.root]
 
     def outside(self, samples: Iterable[Sample]) -> set[str]:

@@ -132,7 +132,6 @@ def recolor(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 def remove(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Remove the shape."""
     return Edit(f"remove the {shape.kind}", draw(scene.changed(shape)))
 
 
@@ -191,12 +190,10 @@ def outline(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 def mirror(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Flip the image horizontally."""
     return Edit("mirror the picture", ImageOps.mirror(draw(scene)))
 
 
 def invert(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Invert all colours."""
     return Edit("invert the colors", ImageChops.invert(draw(scene)))
 
 

@@ -155,7 +155,6 @@ class _Scan:
         return last
 
     def _add(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> None:
-        """Add a member to its sample."""
         name = info.name.removeprefix("./")
         match = _MEMBER.fullmatch(name)
         if match is None or info.isdir() or any(map(is_clutter, name.split("/"))):
@@ -183,7 +182,6 @@ class _Scan:
 
 
 def _columns(texts: dict[str, Any], per_line: bool) -> dict[str, Any]:
-    """Return the columns of a sample's texts."""
     found: dict[str, Any] = {}
     captions: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in texts.items():

@@ -41,7 +41,6 @@ def extends(target: Sides, control: Sides) -> bool:
 
 
 def resize(image: Image.Image, size: Sides) -> Image.Image:
-    """Return the image resized to (width, height)."""
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
@@ -62,7 +61,6 @@ class Window(NamedTuple):
 
     @classmethod
     def whole(cls, size: Sides, flipped: bool = False) -> "Window":
-        """Return the whole image at a size."""
         return cls(size, (0, 0, *size), size, flipped)
 
     @classmethod

@@ -133,7 +133,6 @@ class Cache:
                     yield part
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all complete tars."""
         for part in self.index_parts():
             yield from part.rows
 
@@ -191,7 +190,6 @@ class Cache:
         self._locks.enter_context(one_at_a_time(self.folder, shared=True))
 
     def end(self) -> None:
-        """Release the cache after a build."""
         self._locks.close()
 
     def recover(self) -> None:

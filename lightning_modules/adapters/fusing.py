@@ -14,13 +14,7 @@ from lightning_modules.lora_files.delta import Delta, LowRank, best_of_rank
 from lightning_modules.pretrained.checks import USUAL
 from lightning_modules.pretrained.single_file import save_native
 from lightning_modules.pretrained.transformer import TransformerSource
-from lightning_modules.pretrained.weights import (
-    Weights,
-    assemble,
-    save_quantized,
-    stored_layer,
-    write_tensors,
-)
+from lightning_modules.pretrained.weights import Weights, assemble, save_quantized, stored_layer, write_tensors
 from lightning_modules.quantization.linear import QuantizedLinear
 from lightning_modules.quantization.quantization import Quantization, return_freed_memory
 from lightning_modules.timing import ProgressLines

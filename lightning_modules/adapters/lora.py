@@ -21,7 +21,7 @@ from lightning_modules.adapters.peft_layers import (
     use_weight,
     used_weight,
 )
-from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.adapters.targets import Ranks
 from lightning_modules.blocks import compute_dtype, without_autocast
 from lightning_modules.lora_files.delta import LowRank
 from lightning_modules.lora_files.reading import LoRAFile

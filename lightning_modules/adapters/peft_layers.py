@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.adapters.targets import Ranks
 
 # Name of the adapter that trains.
 ADAPTER = "default"
@@ -111,7 +111,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def get_weight(half: Any) -> Tensor:
-    """Return a projection's matrix, which may be sharded."""
     return half.weight.detach() if isinstance(half, nn.Linear) else half.lora_weight().detach()
 
 

@@ -90,11 +90,7 @@ class OrthoHalf(nn.Module):
         """Return the matrix of the LoRA of rank 2r."""
         raise NotImplementedError
 
-    def load_lora_weight(self, weight: Tensor) -> None:
-        raise NotImplementedError
-
     def used_weight(self) -> Tensor:
-        """Return the matrix that it computes with."""
         return self.lora_weight() if self.inference_weight is None else self.inference_weight
 
     def forward(self, x: Tensor) -> Tensor:

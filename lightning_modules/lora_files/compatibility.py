@@ -48,7 +48,6 @@ class Reader(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The verdict in words."""
         return ("reads it" if self.reads else "does not read it") + (f": {self.note}" if self.note else "")
 
 

@@ -75,7 +75,6 @@ class Delta(ABC):
         return self.from_tensors(tensors)
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None, copy: bool = False) -> Self:
-        """Convert the tensors."""
         return self.like({name: tensor.to(device, dtype, copy=copy) for name, tensor in self.tensors().items()})
 
     def forward(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

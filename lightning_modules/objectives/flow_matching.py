@@ -183,7 +183,6 @@ class FlowMatchingObjective(Objective):
         return losses if batch.weights is None else losses * batch.weights
 
     def _target(self, batch: LatentBatch, noised: Noised, model: Denoiser) -> Tensor:
-        """Return the velocity to learn."""
         if self.contrastive_guidance == 1:
             return noised.velocity
         samples = len(batch.keys)

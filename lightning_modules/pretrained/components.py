@@ -96,7 +96,6 @@ class Components:
         return part
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the loaded models."""
         return {name: part for name, part in self._loaded.items() if isinstance(part, nn.Module)}
 
     @property

@@ -73,7 +73,6 @@ class FrozenBase:
 
     @property
     def device(self) -> torch.device:
-        """The transformer's device."""
         return self._device()
 
     @property

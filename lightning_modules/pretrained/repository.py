@@ -192,12 +192,15 @@ def stored_bytes(repository: str, revision: str | None, subfolder: str) -> tuple
 
 def meta_component(repository: str, name: str, revision: str | None = None, parameters_only: bool = False) -> Any:
     """Return a component's model on the meta device, or its parameters only; None for a component without weights."""
-    from accelerate import init_empty_weights
-
     cls = component_class(repository, name, revision)
     if any(word in cls.__name__ for word in WITHOUT_WEIGHTS):
         return None
-    config = component_config(repository, name, revision)
+    return meta_model(cls, component_config(repository, name, revision), parameters_only).requires_grad_(False)
+
+
+def meta_model(cls: Any, config: dict[str, Any], parameters_only: bool = False) -> Any:
+    """Build a model on the meta device; with `parameters_only` its buffers have values."""
+    from accelerate import init_empty_weights
+
     with init_empty_weights() if parameters_only else torch.device("meta"):
-        model = cls.from_config(config) if hasattr(cls, "from_config") else cls(cls.config_class.from_dict(config))
-        return model.requires_grad_(False)
+        return cls.from_config(config) if hasattr(cls, "from_config") else cls(cls.config_class.from_dict(config))

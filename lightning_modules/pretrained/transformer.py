@@ -17,7 +17,7 @@ from lightning_modules.blocks import streamed_blocks
 from lightning_modules.family import Family
 from lightning_modules.lora_files.names import NO_NATIVE_NAMES, NativeNames
 from lightning_modules.pretrained import checks
-from lightning_modules.pretrained.repository import index_file, read_index, resolve_repository
+from lightning_modules.pretrained.repository import index_file, meta_model, read_index, resolve_repository
 from lightning_modules.pretrained.single_file import GGUFWeights, name_tensors, open_file, single_file
 from lightning_modules.pretrained.weights import Weights, assemble
 from lightning_modules.quantization.eight_bit import has_tensor_cores, multiplies_int8
@@ -60,12 +60,6 @@ class TransformerSource:
         """The folder or hub id, or the path of its single file."""
         return resolve_repository(self.name) if self.file is None else str(self.file)
 
-    @property
-    def _class(self) -> Any:
-        import diffusers
-
-        return getattr(diffusers, self.class_name)
-
     def config(self) -> dict[str, Any]:
         """Read its config.json; a single file's is next to it, or in its pipeline."""
         if self.file is None:
@@ -94,19 +88,18 @@ class TransformerSource:
 
     def empty(self) -> Any:
         """Build the transformer with its parameters on the meta device, but with its buffers."""
-        from accelerate import init_empty_weights
-
-        with init_empty_weights():
-            return self._class.from_config(self._settings())
+        return self._build(parameters_only=True)
 
     @cached_property
     def meta(self) -> Any:
         """The transformer on the meta device: its names and shapes."""
-        with torch.device("meta"):
-            return self._class.from_config(self._settings())
+        return self._build()
 
-    def _settings(self) -> dict[str, Any]:
-        return {k: value for k, value in self.config().items() if k not in ("_subfolder", "quantization_config")}
+    def _build(self, parameters_only: bool = False) -> Any:
+        import diffusers
+
+        config = {k: value for k, value in self.config().items() if k not in ("_subfolder", "quantization_config")}
+        return meta_model(getattr(diffusers, self.class_name), config, parameters_only)
 
     def pipeline_index(self) -> dict[str, Any]:
         """Read the index of its pipeline; empty for a transformer only."""

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from foundation.errors import UserError
-from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.adapters.targets import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
 from lightning_modules.lora_files.writing import LORA_FORMATS, modelspec_in, write
 from report.images import Strip

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoHaConfig, LoKrConfig, OFTConfig, inject_adapter_in_model
+from peft import LoHaConfig, LoKrConfig, inject_adapter_in_model
 from peft.tuners.lokr.layer import factorization
 from torch import nn
 
-from foundation.errors import UserError
 from lightning_modules.adapters.adapter import trainable
 from lightning_modules.adapters.factored import LoHa, LoKr, factor_pair
 from lightning_modules.adapters.peft_layers import ADAPTER

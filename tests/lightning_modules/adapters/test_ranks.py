@@ -13,7 +13,7 @@ from peft.optimizers import create_loraplus_optimizer
 from foundation.errors import UserError
 from lightning_modules.adapters.adapter import TrainedParts, trainable
 from lightning_modules.adapters.peft_layers import ADAPTER, lora_layers
-from lightning_modules.adapters.ranks import Ranks
+from lightning_modules.adapters.targets import Ranks
 from lightning_modules.lora_files.reading import LoRAFile
 from tests.support.combinations import first
 from tests.support.commands import compose
