@@ -34,7 +34,8 @@ class WandbLogger(wandb.WandbLogger):
     def __init__(self, save_dir: str, **settings: Any) -> None:
         run = RunFolder(save_dir)
         path = run.path / "wandb" / "run_id.txt"
-        if rank_zero_only.rank == 0 and not (path.is_file() and run.checkpoint.is_file()):
+        is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        if is_first and not (path.is_file() and run.checkpoint.is_file()):
             with replacing(path) as temporary:
                 temporary.write_text(secrets.token_hex(4), encoding="utf-8")
         known = path.read_text(encoding="utf-8") if path.is_file() else None  # only the first process logs

@@ -64,8 +64,8 @@ def note_learning_rate(cfg: DictConfig) -> None:
     name = HydraConfig.get().runtime.choices.get("optimizer")
     usual, lr = None, OmegaConf.select(cfg, "optimizer.lr")
     while isinstance(name, str) and usual is None:  # of the file, or of the one that it builds on
-        file = OmegaConf.load(CONF / "optimizer" / f"{name}.yaml")
-        usual = OmegaConf.to_container(file.get("optimizer", file)).get("lr")
+        file: Any = OmegaConf.to_container(OmegaConf.load(CONF / "optimizer" / f"{name}.yaml"))
+        usual = file.get("optimizer", file).get("lr")
         name = next((one for one in file.get("defaults", []) if one in declared("train").groups["optimizer"]), None)
     if not usual or not lr:
         return

@@ -6,18 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
-from torchmetrics.classification import BinaryJaccardIndex
 
 from datamodules.images.alignment import BELIEVED, edges, shift
-
-
-class MaskIoU(BinaryJaccardIndex):
-    """Intersection over union of bright pixels, for edits that create masks: (B, 3, H, W) in [0, 1]."""
-
-    higher_is_better = True
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        super().update(preds.mean(1), (target.mean(1) > 0.5).long())
 
 
 class FeatureSimilarity(MeanMetric):

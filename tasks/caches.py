@@ -25,9 +25,10 @@ DAY = 24 * 3600  # seconds
 
 def cache(cfg: DictConfig, _: Path) -> None:
     """Encode data.root, as train.py does before it trains."""
+    data = cached_data(cfg)
     require_card(cfg)
     place_trainer(cfg)
-    filled = build_cache(cfg, data := cached_data(cfg))
+    filled = build_cache(cfg, data)
     manifest = filled.manifest()
     if not manifest.get("samples"):
         raise UserError(f"data.root={listing([str(root) for root in data.roots])}: no usable pair is left")

@@ -66,13 +66,13 @@ def train(cfg: DictConfig, run: RunFolder, settings: dict[str, Any], start: Star
     """Return the trainer after its last step; `settings` becomes the content of config.yaml."""
     # Before Hydra's instantiate, which resolves interpolations in place.
     resolved = OmegaConf.to_container(cfg, resolve=True)
-    require_card(cfg)
     place_trainer(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     # Plain lists and dicts: a checkpoint must load without this project's libraries.
     data = instantiate(cfg.data, _convert_="all")
     if data.sample_set.roots:
         data.sample_set.scan()  # its mistakes are reported before the hub is queried
+    require_card(cfg)
     module = instantiate(cfg.model, _convert_="all")
     # Before the cache is built: an image of sample_root may be missing.
     configured = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from starlette.datastructures import FormData
@@ -147,15 +148,15 @@ def _settings(path: Path, modified: int) -> dict[str, Any]:
 
 def resolved(path: Path, key: str) -> Any:
     """Return a setting in a config.yaml, which may refer to another one."""
-    return _resolved(path, path.stat().st_mtime_ns, key)
+    return OmegaConf.select(_composed(path, path.stat().st_mtime_ns), key, throw_on_resolution_failure=False)
 
 
 @lru_cache(1000)
-def _resolved(path: Path, modified: int, key: str) -> Any:
+def _composed(path: Path, modified: int) -> Any:
     try:
-        return OmegaConf.select(OmegaConf.create(resolvable(path)), key, throw_on_resolution_failure=False)
+        return OmegaConf.create(shareable(resolvable(path)))
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {key}: {reason(error)}. Repair or remove it.") from error
+        raise UserError(f"{path}: {reason(error)}. Repair or remove it.") from error
 
 
 def mean_rank(run: RunFolder) -> int | None:
@@ -229,11 +230,10 @@ def _last_words(log: str) -> str:
 def differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between runs, each with its values; those of a start are left out."""
     flat = [flat_settings(shareable(settings_of(run))) for run in runs]
-    configs = [OmegaConf.create(shareable(resolvable(run.config) if run.config.is_file() else {})) for run in runs]
     rows = []
     for key in sorted({key for one in flat for key in one if key.partition(".")[0] not in OF_A_START}):
         if len({str(one.get(key)) for one in flat}) > 1:  # as written; resolving all takes seconds
-            values = [str(OmegaConf.select(one, key, throw_on_resolution_failure=False)) for one in configs]
+            values = [str(resolved(run.config, key) if run.config.is_file() else None) for run in runs]
             rows += [(key, values)] if len(set(values)) > 1 else []
     return rows
 
@@ -270,15 +270,9 @@ class RunsPage:
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        return [
-            Route("/runs", self.show_all),
-            Route("/run", self.show),
-            Route("/compare", self.compare),
-            Route("/report", self.report),
-            Route("/image", self.image),
-            post("/ask", self.ask),
-            post("/resume", self.resume),
-        ]
+        gets = {"/runs": self.show_all, "/run": self.show, "/compare": self.compare}
+        gets |= {"/report": self.report, "/image": self.image}
+        return [*(Route(*one) for one in gets.items()), post("/ask", self.ask), post("/resume", self.resume)]
 
     def show_all(self, request: Request) -> Response:
         """Show the list."""
@@ -323,7 +317,7 @@ class RunsPage:
                 export=exported and _last_words(exported),
                 exports=user_of(job.path) is not None,
                 asked=[one for one in REQUESTS if (run.requests / one).exists()],
-                config=OmegaConf.to_yaml(OmegaConf.create(shareable(settings_of(run)))),
+                config=yaml.safe_dump(shareable(settings_of(run)), sort_keys=False, allow_unicode=True),
                 report=run.report.is_file(),
                 commands=self._commands(run, summary["state"]),
             )

@@ -64,12 +64,7 @@ class FileFormat(NamedTuple):
 
 LORA_FORMATS = {
     "diffusers": FileFormat("transformer.", file=WEIGHTS_NAME),
-    "comfyui": FileFormat(
-        "diffusion_model.",
-        native=True,
-        magnitude=DORA_SCALE,
-        fallback="transformer.",
-    ),
+    "comfyui": FileFormat("diffusion_model.", native=True, magnitude=DORA_SCALE, fallback="transformer."),
     "kohya": FileFormat("lora_unet_", native=True, flat=True, alpha=True, magnitude=DORA_SCALE, kinds=("LoRA", "DoRA")),
     "peft": FileFormat("base_model.model.", file=PEFT_WEIGHTS_NAME, kinds=("LoRA", "DoRA")),
     "onetrainer": FileFormat("lora_transformer_", flat=True, alpha=True, magnitude=DORA_SCALE),

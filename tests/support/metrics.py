@@ -1,0 +1,12 @@
+"""A metric of edits that create masks."""
+
+from torchmetrics.classification import BinaryJaccardIndex
+
+
+class MaskIoU(BinaryJaccardIndex):
+    """Intersection over union of bright pixels: (B, 3, H, W) in [0, 1]."""
+
+    higher_is_better = True
+
+    def update(self, preds, target):
+        super().update(preds.mean(1), (target.mean(1) > 0.5).long())
