@@ -54,7 +54,6 @@ def _run_from_stdin() -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     with command_line(), hydras_errors("predict"):
         sys.argv[1:] = read_arguments(sys.argv[1:], "predict")
         _run()

@@ -13,7 +13,6 @@ from cli.terminal import command_line, one_line_errors
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="studio")
 def _run(cfg: DictConfig) -> None:
-    """Serve the page until Ctrl-C."""
     with one_line_errors():
         from extras.page.app import serve
 
@@ -21,7 +20,6 @@ def _run(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     with command_line(), hydras_errors("studio"):
         sys.argv[1:] = read_arguments(sys.argv[1:], "studio")
         _run()

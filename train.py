@@ -65,7 +65,6 @@ def job(cfg: DictConfig) -> float | None:
 
 
 def main() -> None:
-    """Run the command line."""
     with command_line(trains=True), hydras_errors("train"):
         sys.argv[1:] = read_arguments(take_addresses(sys.argv[1:]), "train")
         _run()

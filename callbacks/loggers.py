@@ -65,7 +65,6 @@ class TrackioLogger(Logger):
 
     @cached_property
     def run(self) -> Any:
-        """Trackio's run."""
         log.info(f"look at it: trackio show --project {self.name} (stored in {self._trackio.TRACKIO_DIR})")
         with contextlib.redirect_stdout(None):
             return self._begin()

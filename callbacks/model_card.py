@@ -151,7 +151,6 @@ class ModelCard(L.Callback):
 
 
 def _metadata(module: EditModule, origin: Origin, prompt: str, strips: list[Strip], is_lora: bool, edits: bool) -> str:
-    """Return the YAML header, without its delimiters."""
     from huggingface_hub import ModelCardData
 
     bases, licence = origin.repositories, origin.licence
@@ -176,7 +175,6 @@ def _metadata(module: EditModule, origin: Origin, prompt: str, strips: list[Stri
 
 
 def _in_comfyui(module: EditModule, folder: Path) -> Reader:
-    """Return whether and how ComfyUI reads the file."""
     [path] = folder.glob("*.safetensors")
     file, names = LoRAFile(path), module.base.layer_names
     layers = [layer for one in file.match(names, module.base.name).values() for layer in one.layers]

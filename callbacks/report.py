@@ -55,7 +55,6 @@ class Report(L.Callback):
             self._renew(trainer, pl_module)
 
     def _renew(self, trainer: L.Trainer, module: EditModule, now: bool = False) -> None:
-        """Write the page if it is old enough, or now."""
         start = time.monotonic()
         if now or start - self._written >= self._pause:
             self._written = math.inf  # writing is noted as progress as well

@@ -153,7 +153,6 @@ class SampleImages(L.Callback):
                 log_image(trainer, f"samples/{names[one.key]}", image)
 
     def _prepare(self, trainer: L.Trainer, module: EditModule) -> list[Shown]:
-        """Encode this process's share of the samples and of sample_root."""
         data, negative = PairsDataModule.of(trainer), self.negative_prompt
         split = data.validation or data.training
         count = min(self.count, len(split))

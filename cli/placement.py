@@ -160,7 +160,6 @@ def queued_again(resume: str | None) -> Iterator[None]:
 
 
 def _requeue(job: str) -> str:
-    """Requeue the job and return the result in words."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}") for name in ("JOB_ID", "TASK_ID"))
     name = job if array is None else f"{array}_{task}"
     scontrol = shutil.which("scontrol")

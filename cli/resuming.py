@@ -105,7 +105,6 @@ def check_unused(run: RunFolder) -> None:
 
 
 def _from_weights(weights: Path | None) -> str:
-    """Return what to do instead of resuming."""
     if weights is None:
         return "start again"
     setting = "model.pretrained_model_name_or_path" if weights.parent.name == "model" else "adapter.init_from"

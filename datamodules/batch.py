@@ -169,7 +169,6 @@ class Geometry:
         return self.image_tokens(batch.known_target.shape)
 
     def token_count(self, batch: LatentBatch) -> int:
-        """Count all tokens of a batch."""
         controls = sum(self.image_tokens(control.shape) for control in batch.controls)
         return (batch.prompt[self.text].shape[1] + self.target_tokens(batch) + controls) * len(batch.keys)
 

@@ -88,7 +88,6 @@ class CachedDataModule(PairsDataModule):
         self.take(found.usable, hashes.get, found.encoded)
 
     def _open_shards(self, url: str, wanted: Cache) -> None:
-        """Use all samples of a cache."""
         if self.sample_set.val_roots:
             raise UserError("data.val_root needs data.root. To hold out samples of data.shards, set data.val_count.")
         path = Path(url).expanduser()

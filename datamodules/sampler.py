@@ -52,7 +52,6 @@ class Choices(NamedTuple):
         return int(np.random.default_rng((self.seed, kind, draw)).integers(count))
 
     def _drops(self, kind: int, draw: int, count: int, rate: float) -> Sequence[bool]:
-        """Return for each of `count` inputs whether a draw drops it."""
         if self.seed is None or not rate:
             return [False] * count
         return (np.random.default_rng((self.seed, kind, draw)).random(count) < rate).tolist()

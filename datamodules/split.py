@@ -49,7 +49,6 @@ class Split:
 
     @property
     def noun(self) -> str:
-        """Name of the samples in messages."""
         edits = {len(images) > 1 for images, _ in self.sizes}
         return "samples" if len(edits) > 1 else "pairs" if True in edits else "images"
 

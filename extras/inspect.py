@@ -93,7 +93,6 @@ def _row(finding: Finding) -> dict[str, str]:
 
 
 def _choose(found: Sequence[Finding], most: int) -> list[list[Finding]]:
-    """Return the findings of the first `most` samples."""
     of_sample: dict[Sample, list[Finding]] = {}
     for finding in found:
         if finding.sample is not None:

@@ -169,7 +169,6 @@ class RunFolder:
         return found
 
     def write_end(self, end: End) -> None:
-        """Record that the run has ended."""
         with replacing(self.finished) as temporary:
             temporary.write_text(json.dumps(end._asdict()) + "\n", encoding="utf-8")
 

@@ -66,7 +66,6 @@ class Facts(NamedTuple):
 
     @property
     def size(self) -> Sides:
-        """(width, height) of the upright image."""
         return self.width, self.height
 
 
@@ -177,7 +176,6 @@ def image_facts(path: ImageFile) -> Facts:
 
 
 def _upright_size(image: Image.Image) -> Sides:
-    """Return (width, height) of an opened image once it is upright."""
     # PIL's getexif of a PNG would decode all pixels, to find chunks after them.
     exif = image.getexif() if image.info.get("late") else Image.Image.getexif(image)
     turned = ExifTags.Base.Orientation in getattr(image, "tag_v2", ())  # a TIFF, by PIL

@@ -322,7 +322,6 @@ class Chain:
 
 
 def as_texts(given: Any) -> tuple[str, ...]:
-    """Return one text or several."""
     return (given,) if isinstance(given, str) else tuple(map(str, given or ()))
 
 

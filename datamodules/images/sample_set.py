@@ -82,7 +82,6 @@ class SampleSet:
 
     @property
     def paths(self) -> list[str]:
-        """The roots, for messages."""
         return [str(root.path) for root in self.roots]
 
     def root(self, sample: Sample) -> Root:
@@ -126,7 +125,6 @@ class SampleSet:
         return self._found
 
     def _samples(self, roots: list[Root]) -> Found:
-        """Return the samples of roots with all of their settings."""
         bare = [replace(root, require_prompt=root.control is None) for root in roots]
         return with_exchanges(with_settings(with_controls(self.source(bare), roots, self.seed), roots), roots)
 

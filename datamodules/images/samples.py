@@ -171,7 +171,6 @@ class Found:
     without_controls: str = ""
 
     def plus(self, other: "Found") -> "Found":
-        """Return both results as one."""
         lists = self.samples + other.samples, self.incomplete + other.incomplete, self.notes + other.notes
         return Found(*lists, without_controls=self.without_controls)
 

@@ -155,7 +155,6 @@ def background(random: Random, scene: Scene, shape: Shape) -> Edit:
 
 
 def turn(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Turn the shape into another kind."""
     kind = random.choice([kind for kind in SHAPE_KINDS if kind not in [one.kind for one in scene.shapes]])
     result = draw(scene.changed(shape, replace(shape, kind=kind)))
     return Edit(f"turn the {shape.kind} into a {kind}", result, f"turn the {kind} into a {shape.kind}")
@@ -179,7 +178,6 @@ def corner(shape: Shape) -> str:
 
 
 def segment(random: Random, scene: Scene, shape: Shape) -> Edit:
-    """Draw the shapes white on black."""
     white = tuple(replace(one, color="white") for one in scene.shapes)
     return Edit("segment the shapes", draw(Scene("black", white)).point(lambda value: 255 * (value - 25) / 220))
 

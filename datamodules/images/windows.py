@@ -176,7 +176,6 @@ class ConditionImages:
 
     @property
     def limit(self) -> str:
-        """`most`, for messages."""
         return f"{self.most} condition image{'' if self.most == 1 else 's'}"
 
     @property

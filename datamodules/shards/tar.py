@@ -78,7 +78,6 @@ class OpenShard:
 
     @property
     def size(self) -> int:
-        """Bytes written so far."""
         return int(self._tar.offset)
 
     def add(self, id: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

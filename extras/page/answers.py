@@ -41,7 +41,6 @@ def number(text: Any) -> int:
 
 
 def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """Render a template of this package."""
     return HTMLResponse(templates(HERE).get_template(template).render(values), status)
 
 

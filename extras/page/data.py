@@ -135,7 +135,6 @@ class DataPage:
         self.previews: dict[Any, tuple[DataSet, dict[Path, tuple[str, str, str]]]] = {}
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         handlers = (self.open, self.found, self.start, self.save, self.preview, self.apply, self.mask)
         posts = [post(f"/data/{handler.__name__}", handler) for handler in handlers]
         return [Route("/data", self.show), Route("/data/image", self.image), *posts]

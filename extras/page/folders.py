@@ -42,7 +42,6 @@ class FoldersPage:
         self.uploads = uploads
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         return [post("/folders", self.browse), post("/upload", self.upload)]
 
     def browse(self, request: Request, form: FormData) -> Response:

@@ -31,12 +31,10 @@ class KeepPage:
         self.shelf, self.jobs = shelf, jobs
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         posts = [post(f"/{one.__name__}", one) for one in (self.note, self.rename, self.delete, self.export)]
         return [Route("/lora", self.lora), *posts]
 
     def lora(self, request: Request) -> Response:
-        """Send a file of the LoRA."""
         name = request.query_params.get("run", "")
         path = entry(self.shelf.get(name).lora_files(), which := request.query_params.get("which", ""))
         return FileResponse(path, filename=f"{name.replace('/', '_')}{ENDS_OF_NAMES[which]}.safetensors")

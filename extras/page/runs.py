@@ -108,7 +108,6 @@ def _time(path: Path) -> float:
 
 
 def started(run: RunFolder) -> float:
-    """Return when a run started."""
     return _time(run.config if run.config.is_file() else run.path)
 
 
@@ -269,7 +268,6 @@ class RunsPage:
         self.shelf, self.jobs = shelf, jobs
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         gets = {"/runs": self.show_all, "/run": self.show, "/compare": self.compare}
         gets |= {"/report": self.report, "/image": self.image}
         return [*(Route(*one) for one in gets.items()), post("/ask", self.ask), post("/resume", self.resume)]
@@ -323,7 +321,6 @@ class RunsPage:
             )
 
     def _commands(self, run: RunFolder, state: str) -> dict[str, str]:
-        """Return the commands that do the same as the buttons."""
         if state == "running":
             return {name: f"touch {shlex.quote(str(run.requests / name))}" for name in REQUESTS}
         resume = f"{program('train')} {override('output_dir', str(run))} ckpt_path=last"

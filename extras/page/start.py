@@ -152,7 +152,6 @@ def _memory_of(asked: Mapping[str, str]) -> float:
 
 
 def _deciding(settings: Any) -> dict[str, Any]:
-    """Return the settings of `DECIDE_TIME` that are not null."""
     return {key: one for key, one in flat_settings(settings).items() if key.startswith(DECIDE_TIME) and one is not None}
 
 
@@ -175,7 +174,6 @@ class StartPage:
         self.plans = Plans(jobs, self.outputs / ".plans")
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         at = {"/start": self.start, "/start/form": self.choose, "/plan": self.estimate, "/queue": self.change_queue}
         return [Route("/start", self.show), Route("/plan", self.plan), *(post(*one) for one in at.items())]
 

@@ -49,7 +49,6 @@ class TryPage:
         self.rows: dict[Path, list[str]] = {}  # settings, quoted for a shell, by the folder of their images
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         gets = [Route("/try", self.show), Route("/try/image", self.image)]
         return [*gets, post("/try", self.create), post("/try/stop", self.stop)]
 

@@ -107,7 +107,6 @@ def fuse_to_file(source: TransformerSource, deltas: Mapping[str, Delta], path: P
 
 
 def _requantize(transformer: nn.Module, deltas: Mapping[str, Delta]) -> Rounding:
-    """Add deltas to a transformer whose layers are already quantized."""
     rounding = Rounding()
     for name, delta in deltas.items():
         layer: Any = transformer.get_submodule(name)

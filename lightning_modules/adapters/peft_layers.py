@@ -59,7 +59,6 @@ def lora_layers(transformer: nn.Module, adapter_name: str | None = None) -> dict
 
 
 def _tuner_layers(transformer: nn.Module) -> list[Any]:
-    """Return all adapter layers, peft's and ours."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]

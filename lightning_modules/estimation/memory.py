@@ -87,7 +87,6 @@ class PeakMemory(TorchDispatchMode):
         return self._most - self._start
 
     def restart(self) -> None:
-        """Count the peak from here."""
         self._start = self._most = self.now
 
     def __torch_dispatch__(
@@ -217,7 +216,6 @@ class DeviceMemory:
         self.device = device
 
     def restart(self) -> None:
-        """Count the peak from now on."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def taken(self) -> int:

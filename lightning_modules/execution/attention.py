@@ -90,7 +90,6 @@ def set_attention_backend(transformer: Any, name: str | None, device: torch.devi
 
 @cache
 def _own(backend: Any) -> Callable[..., Tensor]:
-    """Return diffusers' function for a backend."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     return _AttentionBackendRegistry._backends[backend]
