@@ -27,7 +27,7 @@ _REPLY = re.compile(
     |(i\ ?'?a?m\ )?(so\ |very\ )?(sorry\b|unable\ to|not\ able\ to)|i\ apologi[sz]e|my\ apologies|unfortunately\s*,
     |as\ an?\ (ai|artificial|large\ language|language\ model|virtual)\b
     |i\ (can('?t|\ ?not)|could(n't|\ not)|won't|will\ not|do(n't|\ not)\ (see|have|feel))\b
-    |(sure|certainly|of\ course|absolutely|okay|ok|alright|got\ it|great|yes|no)(\ thing)?\s*[!,.:\u2014]
+    |(sure|certainly|of\ course|absolutely|okay|ok|alright|got\ it)(\ thing)?\s*[!,.:\u2014]
     |here(\ is|'s|\ are)\ (the|a|an|your|one|my)\ ([\w-]+\ ){0,3}(instruction|caption|prompt|description|answer)
     |(okay\ |so\ |now\ |first\ )*(let's|let\ me|i\ need\ to|i\ will|i'll|the\ user)\b)""",
     re.I | re.X,

@@ -273,7 +273,7 @@ def test_an_incomplete_model_is_one_line(run, arguments, bare, captioners, tmp_p
         ("I love New York, in neon letters.", "I love New York, in neon letters."),
         ("Analysis of a blood sample.", "Analysis of a blood sample."),
         ("A sorry sight: an empty plate.", "A sorry sight: an empty plate."),
-        ("No smoking sign on a wall", "No smoking sign on a wall"),
+        ("No. 5, a bottle of perfume", "No. 5, a bottle of perfume"),
         ("Here is where the river bends.", "Here is where the river bends."),
         ("Let the sun set.", "Let the sun set."),
     ],
