@@ -78,6 +78,7 @@ class ModelCard(L.Callback):
         strips: list[Strip] = []
         with best_effort(f"images in {folder / README}"):
             shown, strips = self._write_images(folder, step)
+        edited, plural = any(one.controls for one in strips), "s" * any(len(one.controls) > 1 for one in strips)
         measured = [row for row in read_validation(self.run.validation) if row["step"] <= step]
         settings = {"precision of the base": module.base.source.precision, **training_facts(trainer, module)}
         settings |= {name: str(value) for name, value in module.encoding_settings().items()}
@@ -102,7 +103,7 @@ class ModelCard(L.Callback):
             captions=len(captions),
             trigger_word=self.trigger_word,
             grid=GRID if strips else "",
-            columns=f"{'Controls, before' if strips and strips[0].controls else 'Before'}, after and target",
+            columns=f"{f'Control{plural}, before' if edited else 'Before'}, after and target",
             shown_step=shown,
             held_out=data.validation is not None,
             measured_steps=[int(row["step"]) for row in (*measured[:1], *measured[-1:])],

@@ -90,7 +90,7 @@ def test_edits_are_trained_applied_and_shown_and_resume(tiny, tmp_path, monkeypa
         assert f"](gallery_{name}.jpg)" in text
         assert np.asarray(Image.open(tmp_path / f"gallery_{name}.jpg")).std() > 20
         ran = RunFolder(out / name / "run")
-        seen = Image.open(ran.control)
+        seen = Image.open(ran.controls()[0])
         assert seen.tobytes() == Image.open(out / name / "held_out-0.png").tobytes(), "as training saw it"
         for number in range(4):
             control, folder = out / name / f"held_out-{number}.png", out / name / f"held_out-{number}"

@@ -44,7 +44,7 @@ def test_runs_are_bitwise_equal_under_any_policy(run, runs, tiny, pairs, tmp_pat
                 return torch.maximum(x, torch.tensor([0, -elsewhere], dtype=x.dtype))
             return reduce(self, x, *args, reduce_op=reduce_op, **more)
 
-        device = SimpleNamespace(restart=lambda: None, taken=lambda: peaks[chosen[-1]], free=lambda: free)
+        device = SimpleNamespace(device="cpu", restart=lambda: None, taken=lambda: peaks[chosen[-1]], free=lambda: free)
         monkeypatch.setattr(checkpointing_callback, "DeviceMemory", lambda _: device)
         monkeypatch.setattr(SingleDeviceStrategy, "reduce", least)
         chosen.clear()

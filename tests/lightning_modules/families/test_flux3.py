@@ -204,7 +204,9 @@ def test_code_of_the_report_creates_the_image_of_predict(run, arguments, reposit
     run("train", *settings)
     photograph("astronaut", 64, 64).save(tmp_path / "photo.png")
     module = instantiate(compose("train", *settings, "model.sampling.num_inference_steps=2").model)
-    names = Names({"lora": "run"}, str(tmp_path / "run" / "lora" / "last"), "flux3_klein", str(tmp_path / "photo.png"))
+    names = Names(
+        {"lora": "run"}, str(tmp_path / "run" / "lora" / "last"), "flux3_klein", [str(tmp_path / "photo.png")]
+    )
     code = commands(module, names, 0, None)["In diffusers"]
     monkeypatch.chdir(tmp_path)
     assert "guider.guidance_scale = 4.0" in code

@@ -143,8 +143,8 @@ def test_folders_of_peft_are_what_peft_computes(base, names, tmp_path, config):
     torch.testing.assert_close(found, velocity(theirs.base_model.model), rtol=1e-4, atol=1e-5)
 
 
-def test_an_oft_with_another_rotation_is_refused(base, names, tmp_path):
-    theirs = get_peft_model(copy.deepcopy(base), OFTConfig(r=0, oft_block_size=8, target_modules=LAYERS, coft=True))
+def test_an_oft_is_refused_by_name(base, names, tmp_path):
+    theirs = get_peft_model(copy.deepcopy(base), OFTConfig(r=0, oft_block_size=8, target_modules=LAYERS))
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="was saved by peft with coft=True, which Retouch does not read"):
+    with pytest.raises(UserError, match="was saved by peft with peft_type=OFT, which Retouch does not read"):
         LoRAFile(tmp_path / "adapter_model.safetensors").read(names, "tiny")
