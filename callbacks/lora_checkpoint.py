@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
 from foundation.files import link_or_copy, replacing
+from lightning_modules.adapters.adapter import trainable
 from lightning_modules.edit_module import EditModule
 from lightning_modules.estimation.memory import bytes_per_parameter
 from lightning_modules.inference import averaged_weights
@@ -92,7 +93,7 @@ class LoRACheckpoint(L.Callback):
         self._was_read_back = trainer.global_step > 0  # by an earlier start of the run
         if trainer.is_global_zero:
             self.run.remove_unfinished()
-            count = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
+            count = sum(parameter.numel() for parameter in trainable(pl_module).values())
             needed = self.disk_bytes(pl_module, count, trainer.max_steps - trainer.global_step)
             free = disk_usage(self.run.path).free
             if free + sum(path.stat().st_size for path in self.run.checkpoints()) < sum(needed.values()):
@@ -194,8 +195,8 @@ class LoRACheckpoint(L.Callback):
                     path.unlink()
             for path in self.run.checkpoints()[self.keep_checkpoints :]:
                 path.unlink()
-            steps = list(self.run.saved_steps(module.adapter.folder).values()) if self.keep_lora_files else []
-            for folder in steps[: -(self.keep_lora_files or 1)]:
+            saved, most = list(self.run.saved_steps(module.adapter.folder).values()), self.keep_lora_files
+            for folder in saved[:-most] if most else ():
                 for one in (folder, *folder.parent.glob(f"{folder.name}-*")):  # with the second one of an EMA
                     rmtree(one)
         if writes and not self._was_read_back:

@@ -89,7 +89,7 @@ def why_no_card() -> str:
 
     if torch.backends.mps.is_available():
         return ""
-    driver, built = _driver(), torch.version.cuda or torch.version.hip
+    built = torch.version.cuda or torch.version.hip
     older = f"Install PyTorch {torch.__version__.partition('+')[0]} for CUDA 12.6 (cu126, pytorch.org/get-started)"
     if not built:
         return f"PyTorch {torch.__version__} is built without CUDA. Install another build from pytorch.org/get-started."
@@ -105,7 +105,7 @@ def why_no_card() -> str:
         cause = "no GPU is visible"
     except (RuntimeError, AssertionError) as error:
         cause = str(error).partition(". ")[0].partition("\n")[0].rstrip(".")
-    version = int(driver.partition(".")[0] or 0)
+    version = int((driver := _driver()).partition(".")[0] or 0)
     if 0 < version < DRIVERS.get(built.partition(".")[0], 0):
         other = f", or: {older}" if version >= DRIVERS["12"] else ""
         return f"driver {driver} is too old for CUDA {built} ({cause}). Update the driver{other}."

@@ -96,6 +96,7 @@ class EditsDataModule(PromptData):
 
     Attributes:
         edits: one for each request.
+        sizes: (width, height) of each image file.
     """
 
     def __init__(
@@ -145,8 +146,10 @@ class EditsDataModule(PromptData):
         if any(TRIGGER in prompt for edit in self.edits for prompt in edit.prompts):
             where = "the LoRA names no trigger word" if setting == "image" else "data.trigger_word is not set"
             log.warning(f"note: {TRIGGER} stays as it is in the prompts of {setting}: {where}")
+        # Of the files: a decoded image may already be reduced.
+        self.sizes: dict[Path, tuple[int, int]] = {}
         for path in dict.fromkeys(path for edit in self.edits for path in edit.paths):
-            image_size(path)
+            self.sizes[path] = image_size(path)
             verify_image(path)
 
     def _own_prompts(self, path: Path, beside: Listing) -> list[str]:
@@ -185,7 +188,7 @@ class EditsDataModule(PromptData):
                 raise UserError(f"{name} takes at most {images.limit}, but {listed} are {len(paths)}")
         sized = images.sets_target and (self.width or self.height)
         for path in [edit.paths[0] for edit in self.edits if sized and edit.paths]:
-            own = images.size(*image_size(path), self.max_area)
+            own = images.size(*self.sizes[path], self.max_area)
             width, height = self.width or own[0], self.height or own[1]
             if (width, height) != own and abs(width / height * own[1] / own[0] - 1) < SAME_PROPORTIONS:
                 log.warning(
@@ -221,18 +224,18 @@ class EditsDataModule(PromptData):
 
     def _windows(self, paths: Sequence[Path]) -> tuple[list[Window], tuple[int, int]]:
         """Return the windows of images, and the (width, height) that is sampled."""
-        # By the size of the file, as of the result: the decoded image may already be reduced.
-        window_of = self.condition_images.of_count(len(paths)).window
-        windows = [window_of(*image_size(path), self.max_area) for path in paths]
+        window_of, sizes = self.condition_images.of_count(len(paths)).window, [self.sizes[path] for path in paths]
+        windows = [window_of(*one, self.max_area) for one in sizes]
         # On another grid the control would be seen with a zoom.
         own = windows[0].size if paths else (self.resolution, self.resolution)
         size = self.width or own[0], self.height or own[1]
         if self.condition_images.fits_target:
-            windows = [self.condition_images.fitted(image_size(path), size) for path in paths]
+            windows = [self.condition_images.fitted(one, size) for one in sizes]
         elif not self.condition_images.sets_target:
-            for index, (width, height) in enumerate(floor_size(*image_size(path)) for path in paths):
+            for index, one in enumerate(sizes):
+                width, height = floor_size(*one)
                 if width <= size[0] and height <= size[1]:  # the result extends it: one scale, as in training
-                    windows[index] = window_of(*image_size(paths[index]))
+                    windows[index] = window_of(*one)
         return windows, size
 
     def share(self) -> list[PromptedImage]:

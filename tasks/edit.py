@@ -55,7 +55,8 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     if cfg.lora is None:
         log.info(f"no lora=: only the model ({cfg.model.pretrained_model_name_or_path})")
     files = [find_or_download(lora) for lora in as_list(cfg, "lora")] if cfg.lora is not None else []
-    headers = [header_here(LoRAFile(file)) for file in files]
+    loras = list(map(LoRAFile, files))
+    headers = list(map(header_here, loras))
     cfg.model = model_settings(cfg, headers, HydraConfig.get().overrides.task)
     check_ranges(cfg, "predict")  # again: the file's header may contain any value
     by_layer = {}
@@ -75,12 +76,12 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
     own = cfg.model.sampling  # settings without a key of their own in predict.yaml are the model's
     sampling = Sampling(**{field.name: cfg.get(field.name, own[field.name]) for field in fields(Sampling)})
     family: Any = get_class(cfg.model._target_)
-    data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales, files)
+    data = requests(cfg, family.sampling_rules.negative_prompt(sampling), scales, loras)
     cfg.model.transformer_name_or_path = sampling.transformer_name_or_path or cfg.model.transformer_name_or_path
     module = kept_or_new(cfg)
     module.sampler.loras, module.sampler.sampling = AppliedLoRAs(files, by_layer, weights), sampling
     note_unused_area(cfg, module)
-    warn_of_other_base(module, files, [LoRAFile(file).header for file in files])
+    warn_of_other_base(module, files, [lora.header for lora in loras])
     silence_libraries()
     callbacks = [ImageWriter(str(output_dir)), GracefulStop()]
     trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)
@@ -94,10 +95,9 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
 
 
 def requests(
-    cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float], files: list[Path]
+    cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float], loras: list[LoRAFile]
 ) -> EditsDataModule:
-    """Return all requested images: the product of images, prompts, seeds and scales; `files`: of the LoRAs."""
-    loras = list(map(LoRAFile, files))
+    """Return all requested images: the product of images, prompts, seeds and scales."""
     headers, phrases = [lora.header for lora in loras], [lora.metadata.get(TRIGGER_PHRASE) for lora in loras]
     if isinstance(cfg.prompts_file, ListConfig):
         raise UserError(

@@ -82,8 +82,9 @@ def parsed(text: str, name: str) -> Any:
         raise UserError(f"{name} is not JSON: {getattr(error, 'msg', error)}") from error
 
 
-def readable(content: bytes, name: str) -> bytes:
-    """Return the content of a caption's file that is to be written; raise a UserError if a scan would refuse it."""
+def readable(caption: str | bytes, name: str) -> bytes:
+    """Return a caption's file that is to be written: its content, or a text; raise a UserError if a scan refuses it."""
+    content = caption if isinstance(caption, bytes) else f"{caption}\n".encode(errors="surrogatepass")
     if len(content) > TEXT:
         raise UserError(f"{name}: a caption has at most {TEXT:,} bytes. Shorten it.")
     read_captions({name: parsed(decoded(content, name), name)})

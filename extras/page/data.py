@@ -63,7 +63,7 @@ class DataSet:
         if text != present:
             if file is None or not editable or before != present:
                 raise UserError(CHANGED.format(file))
-            content = _written(file, text)
+            content = readable(text, str(file))
             with replacing(file) as temporary:
                 temporary.write_bytes(content)
         self.samples[sample.key] = replace(sample, prompts=(text,))
@@ -100,11 +100,6 @@ def caption_of(sample: Sample) -> tuple[str, bool]:
 
 def _text(typed: Any) -> str:
     return re.sub("\r\n?", "\n", str(typed)).strip()
-
-
-def _written(file: Path, text: str) -> bytes:
-    """Return a caption as it is written to a file; raise a UserError if it could not be read from there."""
-    return readable(f"{text}\n".encode(errors="surrogatepass"), str(file))
 
 
 def faults_of(sample: Sample, checked: "Usable | UserError") -> dict[str, str]:
@@ -269,7 +264,7 @@ class DataPage:
         for key, sample in data.samples.items():
             text, editable = caption_of(sample)
             if find and find in text and editable and sample.caption_file:
-                _written(sample.caption_file, changed := text.replace(find, by).strip())
+                readable(changed := text.replace(find, by).strip(), str(sample.caption_file))
                 captions[sample.caption_file] = key, text, changed
         self.previews = {(token := secrets.token_hex(8)): (data, captions)}
         return page("replacement.html", find=find, by=by, token=token, captions=captions)

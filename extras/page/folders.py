@@ -70,7 +70,7 @@ class FoldersPage:
         if any(one.is_symlink() for one in (self.uploads, self.uploads / name, folder)):
             raise UserError(f"{folder} is a link. Reload the page for a new folder.")
         prompt, caption = str(form.get("prompt", "")).strip(), (folder / own).with_suffix(".txt")
-        written = readable(f"{prompt}\n".encode(errors="surrogatepass"), str(caption))
+        written = readable(prompt, str(caption))
         content = file.file.read()
         with replacing(folder / own) as temporary:
             temporary.write_bytes(readable(content, own) if suffix in CAPTION_SUFFIXES else content)
