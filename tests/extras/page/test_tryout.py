@@ -137,7 +137,7 @@ def tab():
 def test_page_shows_the_commands_that_create_its_images(tab, run, loras, photo, tmp_path):
     form = {"prompt": "make it snow, please", "num_inference_steps": "2", "lora_scale": "0.5, 1", "seed": "3 4"}
     chosen, made = [(loras / "a", "1"), (loras / "t", "0.5")], []
-    for more in ({}, {"each": "1", "more": "max_area=1000"}):
+    for more in ({}, {"each": "1", "more": "max_area=3000"}):
         tab.create(photo.read_bytes(), chosen, **form, **more)
         assert tab.marks() == []
         made += [(row, [tab.client.get(html.unescape(one)).content for one in found]) for row, found in tab.rows()]
