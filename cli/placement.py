@@ -71,7 +71,7 @@ def require_card(cfg: DictConfig) -> None:
     needed = asked in ("cuda", "gpu") or (asked == "auto" and any(map(_is_large, filter(None, (base, other)))))
     if needed and cfg.model.devices.transformer is None and (why := why_no_card()):
         what = f"{other or base} needs a GPU" if asked == "auto" else f"trainer.accelerator={asked}"
-        raise UserError(f"{what}: no usable one is here. {why}")
+        raise UserError(f"{what}: PyTorch finds no GPU that it can use. {why}")
 
 
 def _is_large(name: str) -> bool:

@@ -97,7 +97,7 @@ def edit(cfg: DictConfig, output_dir: Path) -> None:
 def requests(
     cfg: DictConfig, negative_prompt: str | None, lora_scales: list[float], loras: list[LoRAFile]
 ) -> EditsDataModule:
-    """Return all requested images: the product of images, prompts, seeds and scales."""
+    """Return all requested images: images by prompts, seeds and scales. Headers with implausible sizes name none."""
     headers, phrases = [lora.header for lora in loras], [lora.metadata.get(TRIGGER_PHRASE) for lora in loras]
     if isinstance(cfg.prompts_file, ListConfig):
         raise UserError(
@@ -112,7 +112,7 @@ def requests(
         lora_scales=lora_scales,
         caption_per_line=all(header.get("caption_per_line", True) for header in headers),
         trigger_word=", ".join(dict.fromkeys(filter(None, phrases))) or None,
-        trained=max((side for header in headers if isinstance(side := header.get("resolution"), int)), default=0),
+        trained=max((int(n) for header in headers if (n := header.get("resolution")) in range(16, 4097)), default=0),
         **{name: cfg[name] for name in ("prompts_file", "height", "width", "max_area", "batch_size")},
     )
 

@@ -42,7 +42,7 @@ def test_lora_of_another_model(refuses, gallery, tiny, tmp_path):
         ("adapter.init_from=/nowhere", "no such file or folder"),
         ("model.devices.vae=cuda:7", "model.devices.vae=cuda:7: this machine has cpu"),
         ("model.devices.transformer=gpu7", "model.devices.transformer=gpu7 is not a device"),
-        ("trainer.accelerator=gpu", "trainer.accelerator=gpu: no usable one is here. Found no NVIDIA driver"),
+        ("trainer.accelerator=gpu", "PyTorch finds no GPU that it can use. Found no NVIDIA driver"),
         ("model.dtype=float8", "model.dtype=float8: choose float32 or bfloat16"),
         ("adapter.target_modules='*.to_q'", "is not a regular expression"),
         ("adapter.target_modules=[to_q,to_kk]", "to_kk matches no linear layer"),

@@ -1,11 +1,13 @@
 """Sample images of training equal those of predict.py, whatever is set."""
 
 import io
+import json
 import shutil
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -18,7 +20,9 @@ from datamodules.edits import EditsDataModule, own_edits
 from foundation.errors import UserError
 from foundation.notes import notes
 from lightning_modules.family import Sampling
+from lightning_modules.lora_files.reading import HEADER_KEY, LoRAFile
 from report.images import read_strip
+from tasks.edit import requests
 from tests.support.commands import compose, short, unloaded
 from tests.support.pictures import photograph, pixels, records
 from tests.support.stock_pictures import stock_picture
@@ -202,6 +206,19 @@ def test_images_are_edited_at_the_size_of_training_and_others_are_noted(
     assert data._windows(data.edits[0].paths)[1] == seen
     side = trained or 64
     assert (f"a.png has {seen[0]}x{seen[1]} pixels here, far from about {side}x{side}" in caplog.text) == noted
+
+
+@pytest.mark.parametrize(
+    ("sides", "trained"), [([64, 96], 96), ([10**6], 0), ([-64, True, None], 0), (["64", [64], {}, 64], 64)]
+)
+def test_the_size_of_training_is_read_from_headers_that_name_a_plausible_one(tmp_path, sides, trained):
+    photograph("coffee", 64, 64).save(tmp_path / "a.png")
+    files = [tmp_path / f"{number}.safetensors" for number in range(len(sides))]
+    for side, file in zip(sides, files, strict=True):
+        header = {HEADER_KEY: json.dumps({"resolution": side})}
+        safetensors.torch.save_file({"to_q.lora_A.weight": torch.zeros(4, 8)}, file, header)
+    cfg = compose("predict", f"image={tmp_path / 'a.png'}", "prompt=x")
+    assert requests(cfg, None, [1.0], [LoRAFile(file) for file in files]).trained == trained
 
 
 def test_mistakes_in_user_images_are_one_line(own_images, tmp_path, repositories):

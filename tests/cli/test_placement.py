@@ -110,7 +110,7 @@ def test_a_large_model_without_a_usable_card_stops_with_the_reason_and_the_fix(m
     ):
         with pytest.raises(UserError, match=re.escape(words)) as caught:
             require_card(compose("train", "data.root=x", *overrides))
-    assert str(caught.value).startswith("trainer.accelerator=cuda: no usable one is here. ")
+    assert str(caught.value).startswith("trainer.accelerator=cuda: PyTorch finds no GPU that it can use. ")
 
 
 def test_other_machines_choices_and_small_models_are_left_alone(machine, repositories, tmp_path):
@@ -127,7 +127,7 @@ def test_other_machines_choices_and_small_models_are_left_alone(machine, reposit
         require_card(compose("train", "data.root=x", *overrides))
     tiny = f"model.pretrained_model_name_or_path={repositories['flux_kontext']}"
     for overrides in ([f"model.transformer_name_or_path={large}"], ["model.transformer_name_or_path=owner/name"]):
-        with pytest.raises(UserError, match="needs a GPU: no usable one is here"):
+        with pytest.raises(UserError, match="needs a GPU: PyTorch finds no GPU that it can use"):
             require_card(compose("predict", "model=flux_kontext", tiny, *overrides))
     machine(driver="580.65", capability=(7, 5))
     require_card(compose("train", "model=flux_kontext", "data.root=x"))
@@ -136,7 +136,7 @@ def test_other_machines_choices_and_small_models_are_left_alone(machine, reposit
 def test_a_large_model_stops_before_it_downloads(run, pairs, tmp_path):
     settings = ["model=flux_kontext", f"data.root={pairs}", f"output_dir={tmp_path / 'run'}"]
     outcome = run("train", *settings, ok=False)
-    assert "black-forest-labs/FLUX.1-Kontext-dev needs a GPU: no usable one is here. " in outcome.error
+    assert "black-forest-labs/FLUX.1-Kontext-dev needs a GPU: PyTorch finds no GPU that it can use. " in outcome.error
     assert "huggingface.co" not in outcome.text
     request = ["model=flux_kontext", "prompt=x", "image=x.png", f"output_dir={tmp_path / 'out'}"]
     assert "needs a GPU" in run("predict", *request, ok=False).error
