@@ -112,7 +112,7 @@ def requests(
         lora_scales=lora_scales,
         caption_per_line=all(header.get("caption_per_line", True) for header in headers),
         trigger_word=", ".join(dict.fromkeys(filter(None, phrases))) or None,
-        trained=max((int(n) for header in headers if (n := header.get("resolution")) in range(16, 4097)), default=0),
+        trained=max((int(n) for one in headers if (n := one.get("resolution", 0)) in range(16, 4097)), default=0),
         **{name: cfg[name] for name in ("prompts_file", "height", "width", "max_area", "batch_size")},
     )
 
