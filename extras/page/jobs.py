@@ -33,7 +33,8 @@ def user_of(folder: Path) -> Holder | None:
     """Return the command that uses a folder; None if none does, or if its lock names another program."""
     one = holder(folder)
     with suppress(psutil.Error):
-        if one is None or not one.is_here or {*COMMANDS} & {Path(w).stem for w in psutil.Process(one.pid).cmdline()}:
+        words = psutil.Process(one.pid).cmdline() if one and one.is_here else []
+        if not words or {*COMMANDS} & {Path(word).stem for word in words}:  # a process has none while it starts
             return one
     return None
 

@@ -62,8 +62,7 @@ class Plans:
         is_used = took < SECONDS_OF_A_START or user_of(run.path) is not None
         if waits or ("╰" not in printed and is_used and "error: " not in printed):
             recent = sorted(self.folder.iterdir(), key=lambda one: one.stat().st_mtime)[-RECENT:]
-            done = [one for one in map(RunFolder, recent) if "╰" in _printed(one)]
-            usual = [one.log.stat().st_mtime - _started(one) for one in done]
+            usual = [one.log.stat().st_mtime - _started(one) for one in map(RunFolder, recent) if "╰" in _printed(one)]
             now = "waiting for another estimate" if waits else (printed.split("\n")[:-1] or ["starting"])[-1]
             return {"key": key, "now": now, "took": took, "usual": statistics.median(usual) if usual else None}
         if "╰" not in printed:

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -21,6 +22,7 @@ from foundation.locks import lock_content
 from foundation.settings import flat_settings
 from runs.run_folder import REQUESTS, RunFolder
 from tests.extras.page.conftest import BASE, write_run
+from tests.support.commands import wait_until
 from tests.support.harm import BILLION_LAUGHS, payload, typed
 
 
@@ -125,6 +127,7 @@ def test_names_that_are_no_text_hide_no_other_run(client, outputs):
 def victim():
     """Return a process of another program."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    wait_until(psutil.Process(process.pid).cmdline, process)
     yield process
     process.kill()
     process.wait()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -172,6 +173,14 @@ def busy(outputs):
     yield process
     process.kill()
     process.wait()
+
+
+def test_a_process_that_is_just_starting_uses_its_folder(outputs, busy, monkeypatch):
+    """Linux shows no command line between the end of `Popen` and the program: 1 of 10 times, under load."""
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [])
+    assert Jobs(outputs, lambda: None)._is_busy()
+    with pytest.raises(UserError, match="is in use by another command"):
+        Jobs(outputs, lambda: None).start([], RunFolder(outputs / "first"))
 
 
 def test_queue_outlives_the_page_and_is_reordered(client, outputs, busy):
