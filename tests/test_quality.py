@@ -12,6 +12,7 @@ from PIL import Image
 from benchmarks.labels import labelled
 from benchmarks.quality import DOCS, PAGES, SECTIONS, outdated, read_records, written
 from benchmarks.shapes import runs
+from tests.support.commands import rows
 
 TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
 
@@ -46,6 +47,15 @@ def test_empty_markers_do_not_reach_to_the_end_of_the_next(monkeypatch):
     page = written("<!-- rank -->\n<!-- end -->\ntext\n<!-- pairs -->\n<!-- end -->\n")
     assert page.endswith("\n| 4 | 0.500 | 20.00 |\n<!-- end -->\ntext\n<!-- pairs -->\n<!-- end -->\n")
     assert written(page) == page
+
+
+@pytest.mark.slow
+def test_a_run_of_the_study_trains_and_measures(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "WORK", tmp_path)
+    runs.draw_pairs()
+    common = [one.replace("WORK", str(tmp_path)) for one in runs.COMMON]
+    run("train", *common, "trainer.max_steps=1", f"output_dir={tmp_path / 'run'}")
+    assert {"psnr", "mask_iou"} <= rows(tmp_path / "run")[-1].keys()
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_lora_learns_an_edit_that_the_base_does_not_have(run, tmp_path, edit, se
     """The settings are the best ones of docs/quality.md."""
     short = ["trainer.max_steps=100", "sample_every=0", "logger=none", "callbacks.sample_images.count=4"]
     short += [f"data.source.edits=[{edit}]", *settings]
-    short.append("+callbacks.validation.metrics.mask_iou._target_=tests.support.metrics.MaskIoU")
+    short.append("+callbacks.validation.metrics.mask_iou._target_=benchmarks.shapes.mask_iou.MaskIoU")
     run("train", f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}", *short)
     before, after = rows(tmp_path / "run")
     assert before["step"] == 0

@@ -47,7 +47,7 @@ COMMON = (
     "callbacks.sample_images.count=16",
     "callbacks.report=null",
     "callbacks.model_card=null",
-    "+callbacks.validation.metrics.mask_iou._target_=report.image_metrics.MaskIoU",
+    "+callbacks.validation.metrics.mask_iou._target_=benchmarks.shapes.mask_iou.MaskIoU",
 )
 # The figures of a run by the headers of their columns.
 Figures = dict[str, float]

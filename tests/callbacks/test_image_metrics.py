@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.shapes.mask_iou import MaskIoU
 from report.image_metrics import EditMetrics, FeatureSimilarity
-from tests.support.metrics import MaskIoU
 
 PERFECT = {"shift": 0.0, "drift": 0.0, "colour_shift": 0.0, "strength": 1.0}
 # How far a figure may move with the fault of another: pixels, levels, levels, share.

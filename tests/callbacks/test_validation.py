@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from PIL import Image
 from torchmetrics.image import PeakSignalNoiseRatio
 
+from benchmarks.shapes.mask_iou import MaskIoU
 from callbacks.validation import Validation
 from report.image_metrics import EditMetrics
 from report.images import read_strip
@@ -22,7 +23,6 @@ from tests.callbacks.test_report import Page, same
 from tests.support.combinations import first
 from tests.support.commands import compose, lora_bytes, rows, short
 from tests.support.gallery import SHOWN
-from tests.support.metrics import MaskIoU
 from tests.support.pictures import make_pairs
 from tests.support.same_adapters import stock_shift
 from tests.support.tiny_pipelines import MODELS, every_model

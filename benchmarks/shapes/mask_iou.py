@@ -1,5 +1,6 @@
-"""A metric of edits that create masks."""
+"""A metric of edits that create masks, such as the segmented shapes of the study."""
 
+from torch import Tensor
 from torchmetrics.classification import BinaryJaccardIndex
 
 
@@ -8,5 +9,5 @@ class MaskIoU(BinaryJaccardIndex):
 
     higher_is_better = True
 
-    def update(self, preds, target):
+    def update(self, preds: Tensor, target: Tensor) -> None:
         super().update(preds.mean(1), (target.mean(1) > 0.5).long())
