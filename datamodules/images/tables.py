@@ -171,10 +171,10 @@ def _images(table: Table, name: str, value: Any) -> list[ImageFile]:
     found: list[ImageFile] = []
     for one in values:
         if isinstance(one, str):
-            path = (table.folder or Path()) / one
+            path = (folder := table.folder or Path()) / one
             try:
                 require_file(path)
-                if table.closed and not is_below(path, table.folder or Path()):
+                if table.closed and not is_below(path, folder):
                     raise ValueError("it is outside of the data set, also by a link")
             except (OSError, ValueError) as error:
                 raise UserError(f"{path}: {reason(error)}") from error

@@ -146,8 +146,8 @@ class DataPage:
         found = dict.fromkeys(row["sample"] for row in rows if row["sample"] in samples)  # others are incomplete
         bare = [key for key, one in samples.items() if not (any(one.prompts) or caption_of(one)[0])]
         lists = {"all": found | samples, "findings": found, "no caption": bare, "proposed": self._proposed(samples)}
-        keys, first = list(entry(lists, asked.get("show", "all"))), number(asked.get("first"))
-        shown = keys[(start := first) : start + SHOWN]
+        keys, start = list(entry(lists, asked.get("show", "all"))), number(asked.get("first"))
+        shown = keys[start : start + SHOWN]
         if "sample" in asked:
             shown = [entry(samples, asked["sample"]).key]
             keys = keys if shown[0] in keys else list(lists["all"])

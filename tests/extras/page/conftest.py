@@ -16,6 +16,11 @@ BASE = "http://127.0.0.1:7860"
 SECRET = "not for the page"
 
 
+def contents(folder):
+    """Return the content of each file below a folder, by its path."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def write_run(folder, steps: int, prompt: str, **settings) -> RunFolder:
     """Write the files of a run by which the page shows it."""
     run = RunFolder(folder)

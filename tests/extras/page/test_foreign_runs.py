@@ -21,7 +21,7 @@ from foundation.errors import UserError, printable
 from foundation.locks import lock_content
 from foundation.settings import flat_settings
 from runs.run_folder import REQUESTS, RunFolder
-from tests.extras.page.conftest import BASE, write_run
+from tests.extras.page.conftest import BASE, contents, write_run
 from tests.support.commands import wait_until
 from tests.support.harm import BILLION_LAUGHS, payload, typed
 
@@ -170,11 +170,6 @@ def test_a_request_is_written_through_no_link(outputs, tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-def everything(folder):
-    """Return the content of each file below a folder, by its path."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize(
     ("address", "form", "link", "target"),
     [
@@ -228,12 +223,12 @@ def test_the_page_writes_and_deletes_through_no_link(
     if link == "run":
         to = elsewhere / "run"
     at.symlink_to(to)
-    before = everything(tmp_path)
+    before = contents(tmp_path)
     answer = client.post(address, data={"run": "bad/run", **form}, headers={"hx-request": "true"})
     assert answer.status_code in (400, 404), answer.text
     assert "is a link" in answer.text or "is not below" in answer.text
     assert not started
-    assert everything(tmp_path) == before
+    assert contents(tmp_path) == before
     assert not (elsewhere / "dangling").exists()
 
 
@@ -245,7 +240,7 @@ def test_requests_are_removed_through_no_link(tmp_path, request_of):
     (run := RunFolder(tmp_path / "run")).requests.symlink_to(tmp_path / "elsewhere")
     run.close_requests()
     run.remove_leftovers()
-    assert everything(tmp_path).keys() == {tmp_path / "elsewhere" / request_of}
+    assert contents(tmp_path).keys() == {tmp_path / "elsewhere" / request_of}
 
 
 def test_leftovers_are_removed_and_not_what_links_lead_to(tmp_path):
@@ -258,7 +253,7 @@ def test_leftovers_are_removed_and_not_what_links_lead_to(tmp_path):
     run.checkpoint.parent.symlink_to(elsewhere)
     run.remove_unfinished()
     run.remove_leftovers()
-    assert len(everything(elsewhere)) == 2
+    assert len(contents(elsewhere)) == 2
     assert not os.path.lexists(run.samples)
 
 
