@@ -30,7 +30,7 @@ KINDS = {"pairs": ("pairs", []), "cached": ("cached", []), "compiled": ("cached"
 
 def make_data(folder: Path, size: int) -> Path:
     """Eight drawn pairs at size x size."""
-    from datamodules.images.shapes import draw, random_scene, segment
+    from benchmarks.shapes.drawings import draw, random_scene, segment
 
     for name in ("control_images", "training_images"):
         (folder / name).mkdir(parents=True)

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 CONF = Path(__file__).parents[1] / "conf"
+ASSETS = CONF.parent / "assets"
 SCRIPTS = ("train", "predict", "studio")
 # Files of these groups set values of settings that other files declare.
 CHOOSING = ("experiment", "debug", "hparams_search")

@@ -62,7 +62,7 @@ def commands(module: EditModule, names: Names, seed: int | None, sample: Strip |
         own = public_name(module.base.name, names.model)
         loading = module.adapter.loading_code(names.weights, module.pipeline_name)
         base = transformer if whole else own if loading else names.weights
-        base = "assets/shapes" if base == "embedded" else base
+        base = "assets/photos" if base == "embedded" else base
         photos = ", ".join(f"load_image({name!r})" for name in files)
         changes = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
         arguments = {"prompt": prompt, **module.call_arguments(width, height), **sampling}

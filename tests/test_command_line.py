@@ -40,5 +40,5 @@ def test_embedded_model_learns_from_drawn_shapes_unless_data_or_a_model_are_name
 
 
 def test_model_without_data_is_one_line(refuses):
-    words = "error: no data to train on: give data.root=FOLDER, or data=shapes for drawn examples"
+    words = "error: no data to train on: give data.root=FOLDER, or data=snow for an example"
     assert refuses("model=flux_kontext", "data.root=null") == words

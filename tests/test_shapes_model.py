@@ -12,7 +12,7 @@ from diffusers import FluxKontextPipeline
 from PIL import Image, ImageChops
 
 from benchmarks.shapes.base import right_image
-from datamodules.images.shapes import Scene, Shape, draw
+from benchmarks.shapes.drawings import Scene, Shape, draw
 from lightning_modules.pretrained.repository import SHAPES
 from tests.support.commands import ROOT, rows
 

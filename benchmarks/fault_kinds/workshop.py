@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.fault_kinds import hooks
 from benchmarks.fault_kinds.commands import Command, Hook
 from benchmarks.fault_kinds.judging import cache_folder
-from datamodules.images.shapes import SIDE, draw, random_scene, segment
+from benchmarks.shapes.drawings import SIDE, draw, random_scene, segment
 
 # Of references, in the order in which they need each other.
 KINDS = ("build", "train", "shown", "copy", "export", "edit")

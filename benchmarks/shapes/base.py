@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from benchmarks.shapes.runs import LOADING, Figures, Section, distance, grid
-from datamodules.images.shapes import (
+from benchmarks.shapes.drawings import (
     EDITS,
     SHAPE_COLORS,
     SHAPE_KINDS,

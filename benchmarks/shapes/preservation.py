@@ -22,7 +22,7 @@ from benchmarks.shapes.runs import (
     train,
     write_table,
 )
-from datamodules.images.shapes import EDITS, KNOWN_EDITS, Scene, describe, draw, random_scene, write_pairs
+from benchmarks.shapes.drawings import EDITS, KNOWN_EDITS, Scene, describe, draw, random_scene, write_pairs
 
 OLD_EDITS = [edit.__name__ for edit in KNOWN_EDITS if edit is not describe]
 # Number of held-out images of each old edit, and of no edit.

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from cli.resolvers import CONF  # registers the resolvers of conf/
-from datamodules.images.shapes import write_pairs
+from benchmarks.shapes.drawings import write_pairs
 from datamodules.images.tables import FILE_COLUMNS, TABLES
 from lightning_modules.pretrained.repository import SHAPES
 from report.images import PARTS
@@ -161,7 +161,7 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(hashlib.sha256(weights).digest() + text).hexdigest()[:12]
 
 
-FOLLOWED = ("benchmarks.", "datamodules.images.shapes")
+FOLLOWED = ("benchmarks.", "benchmarks.shapes.drawings")
 
 
 def code_of(value: Any) -> Any:

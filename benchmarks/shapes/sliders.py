@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.shapes.runs import SEEDS, TRAIN, WORK, Figures, Section, command, grid, train, write_table
-from datamodules.images.shapes import SHAPE_COLORS, Scene, draw, random_scene
+from benchmarks.shapes.drawings import SHAPE_COLORS, Scene, draw, random_scene
 
 SCALES = (-2, -1, 0, 1, 2)
 HELD_OUT = 8

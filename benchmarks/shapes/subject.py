@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 
 from benchmarks.shapes.base import GUIDANCE, Template, find_shape, located, make, near, pipeline, template
 from benchmarks.shapes.runs import LOADING, TRAIN, WORK, Figures, Section, grid, parts, train, write_lines
-from datamodules.images.shapes import OVERSAMPLING, SHAPE_COLORS, SIDE, Scene, Shape, corner, draw
+from benchmarks.shapes.drawings import OVERSAMPLING, SHAPE_COLORS, SIDE, Scene, Shape, corner, draw
 from lightning_modules.pretrained.repository import SHAPES
 
 SUBJECT = "sks purple square"

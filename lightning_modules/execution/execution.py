@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from datamodules.pairs import PairsDataModule
 from foundation.errors import UserError
-from foundation.notes import note_once
 from lightning_modules.adapters.adapter import Adapter
 from lightning_modules.adapters.applied import TrainingAdapter
 from lightning_modules.adapters.gates import Gate, RankGate
@@ -24,7 +23,6 @@ from lightning_modules.execution.compilation import SECONDS, Compiled, compile_b
 from lightning_modules.execution.offload import ActivationOffload, BlockStream, all_weights
 from lightning_modules.family import Family
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from lightning_modules.pretrained.repository import EMBEDDED
 from lightning_modules.settings import ModelSettings
 
 log = logging.getLogger("retouch")
@@ -88,8 +86,6 @@ class Execution:
         """Raise a UserError for data that the adapter cannot train on; note a base that does not know such images."""
         if self.adapter.trains_text_encoders and not data.training.captions:
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
-        if self.base.name == EMBEDDED and data.roots not in ([], ["drawn shapes"]):
-            note_once("model=embedded knows drawings only, to see that your data works. Choose another for photographs")
 
     def load_to_train(self, mesh: Any, data: PairsDataModule | None, passes: int, forwards: int) -> Any:
         """Load the transformer with its adapter, ready to train.

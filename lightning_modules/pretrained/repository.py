@@ -13,13 +13,13 @@ from foundation.errors import UserError
 from foundation.files import PICKLES, kind_of_file
 from foundation.hashes import FileHashes, hash_file
 from foundation.hub import repository_file
+from foundation.settings import ASSETS
 from lightning_modules.pretrained.checks import NAME_FILES, SUFFIXES, files_in, read_json
 
 log = logging.getLogger("retouch")
 
 EMBEDDED = "embedded"
-ASSETS = Path(__file__).parent.parent.parent / "assets"
-SHAPES = ASSETS / "shapes"
+PHOTOS = ASSETS / "photos"
 # A pipeline's index; the second one is a modular pipeline's.
 INDEXES = ("model_index.json", "modular_model_index.json")
 SINGLE_FILES = (*SUFFIXES, ".onnx", *PICKLES)
@@ -31,7 +31,7 @@ WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Scheduler", "FeatureExtractor")
 
 def resolve_repository(name: str) -> str:
     """Return the folder of a name (`embedded`: Retouch's own model) or a hub id; raise a UserError for neither."""
-    path = SHAPES if name == EMBEDDED else Path(name).expanduser()
+    path = PHOTOS if name == EMBEDDED else Path(name).expanduser()
     if path.is_dir():
         return str(path)
     if path.is_file():

@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 
 from datamodules.images.decoding import open_image
 from datamodules.images.samples import Root
-from datamodules.images.shapes import DRAWN, EDITS, HELD_BACK, KNOWN_EDITS, Edit, Scene, Shape, draw, find_shapes
+from benchmarks.shapes.drawings import DRAWN, EDITS, HELD_BACK, KNOWN_EDITS, Edit, Scene, Shape, draw, find_shapes
 from foundation.errors import UserError
 from tests.support.commands import compose
 
