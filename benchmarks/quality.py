@@ -25,18 +25,9 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.labels import labelled, save_small  # noqa: E402
-from benchmarks.shapes import (  # noqa: E402
-    adapters,
-    base,
-    options,
-    peer,
-    photographs,
-    preservation,
-    recipes,
-    sliders,
-    subject,
-)
-from benchmarks.shapes.runs import Section, table  # noqa: E402
+from benchmarks.photos import options, preservation, repairs, sliders  # noqa: E402
+from benchmarks.photos.runs import Section, table  # noqa: E402
+from benchmarks.shapes import subject  # noqa: E402
 from cli.terminal import silence_libraries  # noqa: E402
 
 RECORDS = ROOT / "benchmarks" / "results" / "quality.json"
@@ -44,7 +35,7 @@ DOCS = ROOT / "docs"
 PAGES = (DOCS / "quality.md", ROOT / "benchmarks" / "quality.md")
 SECTIONS: dict[str, Section] = {
     section.name: section
-    for module in (base, options, preservation, sliders, adapters, subject, photographs, recipes, peer)
+    for module in (options, preservation, sliders, repairs, subject)
     for section in module.SECTIONS
 }
 _WRITING = threading.Lock()

@@ -59,9 +59,9 @@ class Base:
         self.pipe.set_progress_bar_config(disable=True)
         self.size = size
 
-    def edited(self, controls: list[Image.Image], prompts: list[str]) -> list[Image.Image]:
-        """Return the results, of the noise of seeds 0, 1, ..."""
-        noise = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
+    def edited(self, controls: list[Image.Image], prompts: list[str], seed: int = 0) -> list[Image.Image]:
+        """Return the results, of the noise of `seed`, `seed` + 1, ..."""
+        noise = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
         sizes = {"height": self.size, "width": self.size, "max_area": self.size**2, "_auto_resize": False}
         made = self.pipe(
             controls, prompts, num_inference_steps=10, max_sequence_length=16, generator=noise, **sizes

@@ -1,52 +1,27 @@
-"""Section on the embedded model: the edits and captions that it was trained on, and those it has never seen.
+"""Images that the Shapes model makes from captions, and what is in them.
 
-    python -m benchmarks.shapes.base FOLDER     # the same of another pipeline
-
-It makes new images with the stock FluxKontextPipeline at 10 steps. An edit is right if at least 85 % of the pixels that
-it changes, and 97 % of the others, are within 48 of 255 of the target in each channel. An image made from a caption is
-right if it has the ground, and each shape in its colour and corner.
+An image is right if it has the ground, and each shape in its colour and corner.
 """
 
 import functools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.shapes.runs import LOADING, Figures, Section, distance, grid
-from benchmarks.shapes.drawings import (
-    EDITS,
-    SHAPE_COLORS,
-    SHAPE_KINDS,
-    SIDE,
-    Scene,
-    Shape,
-    corner,
-    describe,
-    draw,
-    random_scene,
-)
-from lightning_modules.pretrained.repository import SHAPES
+from benchmarks.photos.runs import LOADING
+from benchmarks.shapes.drawings import SHAPE_COLORS, SHAPE_KINDS, SIDE, Scene, Shape, corner, draw
 
-COUNT = 64
-CHANGED, WITHIN = 24, 48
+# Levels of 255 by which a colour may differ.
+WITHIN = 48
 # Mask IoU of a shape that is there.
 SHOWN = 0.75
 RADII = (8, 9, 10, 11, 12, 13)
 # Of captions.
 GUIDANCE = 3.0
-
-
-def right_edit(control: np.ndarray, result: np.ndarray, target: np.ndarray) -> bool:
-    """Return whether the edit was made and nothing else changed."""
-    changed = np.abs(target - control).max(-1) > CHANGED
-    close = np.abs(result - target).max(-1) <= WITHIN
-    return bool(close[changed].mean() >= 0.85 and (close[~changed].mean() >= 0.97 if (~changed).any() else True))
 
 
 def near(image: np.ndarray, color: str) -> np.ndarray:
@@ -140,80 +115,3 @@ def make(
         settings |= {"true_cfg_scale": GUIDANCE, "negative_prompt": [""] * len(prompts)}
     made = pipe(None if controls is None else list(controls), list(prompts), **settings)
     return [np.asarray(image, dtype=np.float32) for image in made.images]
-
-
-class Case(NamedTuple):
-    """A held-out edit, and its result by a model; captions ignore the control."""
-
-    control: np.ndarray
-    target: np.ndarray
-    prompt: str
-    result: np.ndarray
-
-
-@functools.cache
-def cases(name: str, folder: Path) -> list[Case]:
-    """Draw the held-out edits of a name, and let the pipeline of a folder make them."""
-    random = Random(f"held out {name}")
-    drawn: list[tuple[Image.Image, Image.Image, str]] = []
-    while len(drawn) < COUNT:
-        scene = random_scene(random)
-        edit = EDITS[name](random, scene, random.choice(scene.shapes))
-        if edit is not None:
-            drawn.append((draw(scene), edit.result, edit.prompt))
-    controls, targets, prompts = zip(*drawn, strict=True)
-    results = make(pipeline(folder), prompts, None if name == TEXT else controls)
-    before, after = ([np.asarray(one, dtype=np.float32) for one in images] for images in (controls, targets))
-    return list(map(Case, before, after, prompts, results))
-
-
-TEXT = describe.__name__
-
-
-def quality(name: str, folder: Path) -> Figures:
-    """Return the percentage of right images; of edits also the PSNR of the results and of the controls in dB."""
-    made = cases(name, folder)
-    if name == TEXT:
-        return {"right, %": 100 * float(np.mean([right_image(one.result, one.prompt) for one in made]))}
-    psnrs = [
-        [20 * np.log10(255 / max(distance(image, one.target), 0.25)) for image in (one.result, one.control)]
-        for one in made
-    ]
-    right = [right_edit(one.control, one.result, one.target) for one in made]
-    ours, nothing = map(float, np.mean(psnrs, axis=0))
-    return {"right, %": 100 * float(np.mean(right)), "PSNR, dB": ours, "unedited, dB": nothing}
-
-
-def of_edit(row: Sequence[str]) -> list[Figures]:
-    """Return the figures of the edit that a row names."""
-    return [quality(row[0], SHAPES)]
-
-
-def base_image() -> Image.Image:
-    """Return two held-out images of each edit, as columns: control (grey without one), result, target."""
-    columns: list[list[np.ndarray]] = []
-    for name in EDITS:
-        columns.append([])
-        for one in cases(name, SHAPES)[:2]:
-            control = np.full_like(one.control, 128) if name == TEXT else one.control
-            columns[-1] += [control, one.result, one.target]
-    return grid(list(zip(*columns, strict=True)))
-
-
-SECTIONS = [
-    Section(
-        "base",
-        {name: [name] for name in EDITS},
-        of_edit,
-        {"right, %": 0, "PSNR, dB": 1, "unedited, dB": 1},
-        corner="edit",
-        image=base_image,
-        headers=list(EDITS),
-        labels=2 * ("control", "result", "target"),
-    )
-]
-
-if __name__ == "__main__":
-    for name in EDITS:
-        figures = quality(name, Path(sys.argv[1])).values()
-        print(f"{name:12}", *(f"{value:8.1f}" for value in figures), flush=True)

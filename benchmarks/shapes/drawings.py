@@ -1,4 +1,4 @@
-"""A source that draws its pairs: scenes of coloured shapes on a plain ground, and edits with a known exact result.
+"""Scenes of coloured shapes on a plain ground, and edits with a known exact result, which Shapes was trained on.
 
 Images and instructions are a function of a seed.
 """
@@ -11,15 +11,10 @@ from itertools import combinations
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
-from zlib import crc32
 
 from PIL import Image, ImageChops, ImageDraw, ImageOps
 
-from datamodules.images.samples import Found, Root
-from datamodules.images.sources import find_samples
 from datamodules.images.tables import TABLES
-from foundation.errors import UserError, listing
-from foundation.files import replacing_folder
 
 SIDE = 64
 SHAPE_COLORS = {
@@ -106,8 +101,6 @@ def _corners(shape: Shape) -> Iterator[tuple[float, float]]:
         )
 
 
-# The value of data.root for drawn pairs.
-DRAWN = "drawn shapes"
 # Pixels by which "move" moves, right and down.
 DIRECTIONS = {"left": (-16, 0), "right": (16, 0), "up": (0, -16), "down": (0, 16)}
 
@@ -201,32 +194,6 @@ HELD_BACK = (segment, outline, mirror, invert)
 EDITS: dict[str, Callable[[Random, Scene, Shape], Edit | None]] = {
     edit.__name__: edit for edit in KNOWN_EDITS + HELD_BACK
 }
-
-
-def find_shapes(roots: Sequence[Root], folder: str | None, edits: Sequence[str], count: int, seed: int) -> Found:
-    """Draw pairs into a folder below `folder`, once, and find them there; find the samples of other roots.
-
-    Scenes use the edits in turn. An edit that can be undone adds a second pair, with the two images exchanged.
-
-    Args:
-        roots: `DRAWN`, or others, which are not drawn but read.
-        folder: data.cache_dir; None for its default.
-        edits: names of `EDITS`.
-        count: number of pairs.
-        seed: determines all scenes and edits.
-    """
-    if [str(root.path) for root in roots] != [DRAWN]:
-        return find_samples(roots)
-    if unknown := [name for name in edits if name not in EDITS]:
-        raise UserError(f"data.source.edits: there is no {listing(unknown)}; choose from {', '.join(EDITS)}")
-    if not edits or not isinstance(count, int) or count < 1:
-        raise UserError(f"data.source.edits={list(edits)}, count={count}: at least one of each")
-    name = f"{'-'.join(dict.fromkeys(edits))}-{count}-seed{seed}-{crc32('-'.join(edits).encode()):08x}"
-    pairs = Path(folder or "cache").expanduser() / "shapes" / name
-    if not pairs.is_dir():
-        with replacing_folder(pairs, keep=True) as unfinished:
-            write_pairs(unfinished, edits, count, seed)
-    return find_samples([Root(pairs)])
 
 
 def write_pairs(folder: Path, edits: Sequence[str], count: int, seed: int) -> None:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
+from benchmarks.photos.runs import LOADING, WORK, Figures, Section, grid, parts, train, write_lines
 from benchmarks.shapes.base import GUIDANCE, Template, find_shape, located, make, near, pipeline, template
-from benchmarks.shapes.runs import LOADING, TRAIN, WORK, Figures, Section, grid, parts, train, write_lines
 from benchmarks.shapes.drawings import OVERSAMPLING, SHAPE_COLORS, SIDE, Scene, Shape, corner, draw
-from lightning_modules.pretrained.repository import SHAPES
+from foundation.settings import ASSETS
 
 SUBJECT = "sks purple square"
 PATTERN = ("purple", "yellow")  # left top and right bottom, and the other two quarters
@@ -36,7 +36,11 @@ RATES = ("5e-4", "1.5e-3", "5e-3", "1.5e-2", "5e-2")
 SEEDS = (1, 2, 3, 4, 5)
 RANKS = (4, 16, 64)
 MOST_ORTHOGONAL = 32  # singular values of Shapes' narrowest layer
+SHAPES = ASSETS / "shapes"
 COMMON = (
+    "model.pretrained_model_name_or_path=assets/shapes",
+    "model.dtype=float32",
+    "adapter.target_modules=all-linear",
     "data=captions",
     "data.root=WORK/subject/train.jsonl",
     "data.val_root=WORK/subject/prompts.jsonl",
@@ -109,7 +113,7 @@ def draw_data() -> None:
     draw_subject(GROUND, PLACE).save(folder / "subject.png")
     for name, place in (("train", None), ("placed", "top left")):
         row = {"file_name": "subject.png", "prompt": Asked(GROUND, place).prompt}
-        write_lines(folder / f"{name}.jsonl", [json.dumps(row)] * TRAIN)
+        write_lines(folder / f"{name}.jsonl", [json.dumps(row)] * 24)
     lines = []
     for index, one in enumerate(asked()):
         answer(one).save(folder / f"{index:02d}.png")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hydra.utils import instantiate
 
+from benchmarks.shapes.drawings import DRAWN, EDITS, HELD_BACK, KNOWN_EDITS, Edit, Scene, Shape, draw, find_shapes
 from datamodules.images.decoding import open_image
 from datamodules.images.samples import Root
-from benchmarks.shapes.drawings import DRAWN, EDITS, HELD_BACK, KNOWN_EDITS, Edit, Scene, Shape, draw, find_shapes
 from foundation.errors import UserError
 from tests.support.commands import compose
 

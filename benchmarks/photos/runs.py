@@ -1,4 +1,4 @@
-"""Train on Shapes in resumable sweeps, and read their output; shared by the sections of quality.py."""
+"""Train on small photographs in resumable sweeps, and read their output; shared by the sections of quality.py."""
 
 import ast
 import functools
@@ -12,30 +12,30 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from cli.resolvers import CONF  # registers the resolvers of conf/
-from benchmarks.shapes.drawings import write_pairs
-from datamodules.images.tables import FILE_COLUMNS, TABLES
-from lightning_modules.pretrained.repository import SHAPES
+from datamodules.images.tables import FILE_COLUMNS
+from lightning_modules.pretrained.repository import resolve_repository
 from report.images import PARTS
 from report.tables import read_validation
 
 ROOT = Path(__file__).parent.parent.parent
-# Drawn data, caches and runs; they are kept, so that a sweep which was stopped resumes.
+# Data, caches and runs; they are kept, so that a sweep which was stopped resumes.
 WORK = ROOT / "outputs" / "quality"
 SEEDS = (1, 2, 3)
-TRAIN, HELD_OUT = 24, 16
+SNOW = ROOT / "assets" / "snow"
 COMMON = (
     "data=cached",
-    "data.root=WORK/segment/train.jsonl",
-    "data.val_root=WORK/segment/held_out.jsonl",
+    "data.root=WORK/snow/train.jsonl",
+    "data.val_root=WORK/snow/held_out.jsonl",
+    "model.resolution=64",
     "data.cache_dir=WORK/cache",
     "data.num_workers=0",
     "optimizer.lr=5e-3",
@@ -44,10 +44,9 @@ COMMON = (
     "sample_every=0",
     "save_every=0",
     "logger=none",
-    "callbacks.sample_images.count=16",
+    "callbacks.sample_images.count=8",
     "callbacks.report=null",
     "callbacks.model_card=null",
-    "+callbacks.validation.metrics.mask_iou._target_=benchmarks.shapes.mask_iou.MaskIoU",
 )
 # The figures of a run by the headers of their columns.
 Figures = dict[str, float]
@@ -55,7 +54,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Section:
-    """A table of docs/quality.md or benchmarks/quality.md, and perhaps its image.
+    """A table of docs/quality.md, and perhaps its image.
 
     Attributes:
         name: name of the markers in the page, and of the records.
@@ -84,7 +83,7 @@ class Section:
         """Return the hash of all that determines a row: settings, base, and the code that draws and measures."""
         row = self.rows[label]
         parts = row, list(self.columns), settings([one for one in row if "=" in one])
-        return digest(*parts, code_of(self.measure), code_of(self.draw))
+        return digest(parts[-1], *parts, code_of(self.measure), code_of(self.draw))
 
 
 def train(*overrides: str, seeds: Sequence[int] = SEEDS) -> list[Path]:
@@ -154,20 +153,21 @@ def _without_off(value: Any) -> Any:
     return value
 
 
-def digest(*parts: Any) -> str:
-    """Return a short hash of values and of the base's weights."""
-    weights = (SHAPES / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()
-    text = json.dumps(parts, sort_keys=True, default=str).encode()
+def digest(chosen: Mapping[str, Any], *parts: Any) -> str:
+    """Return a short hash of composed settings, of the weights of their base, and of other values."""
+    base = Path(resolve_repository(chosen["model"]["pretrained_model_name_or_path"]))
+    weights = (base / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()
+    text = json.dumps([chosen, *parts], sort_keys=True, default=str).encode()
     return hashlib.sha256(hashlib.sha256(weights).digest() + text).hexdigest()[:12]
 
 
-FOLLOWED = ("benchmarks.", "benchmarks.shapes.drawings")
+FOLLOWED = "benchmarks."
 
 
 def code_of(value: Any) -> Any:
     """Return a value by which a change of code is noticed: of functions and classes the syntax trees, without comments.
 
-    Names that a function uses are followed within the modules FOLLOWED, except this one.
+    Names that a function uses are followed within benchmarks/, except this one.
     """
     found: dict[str, Any] = {}
     _collect(value, "", found)
@@ -211,23 +211,50 @@ def content(text: str) -> str:
 
 # Data
 
+# Instructions that Photos does not know, from near to far: of the included pairs, and two more of their photographs.
+SNOW_FALLS, NIGHT, PENCIL = "make it snow", "make it night", "make it a pencil sketch"
+FEW, FEWER = ("forest0", "sunrise_10", "dune4", "city0"), (4, 1)
 
-def draw_pairs(edit: str = "segment") -> None:
-    """Draw the pairs of an edit into WORK/EDIT: train.jsonl, held_out.jsonl, and train-N.jsonl of fewer pairs.
 
-    Tables of fewer pairs repeat them, so that each run takes as many steps.
+def photographs(part: str) -> Iterator[tuple[str, Image.Image, Image.Image]]:
+    """Yield name, control and target of the included pairs: of `train` or `held_out`."""
+    for path in sorted((SNOW / part / "control_images").glob("*.jpg")):
+        target = SNOW / part / "training_images" / path.name
+        yield path.stem, Image.open(path).convert("RGB"), Image.open(target).convert("RGB")
+
+
+def night(image: Image.Image) -> Image.Image:
+    """Return a photograph in moonlight."""
+    pixels = np.asarray(image, np.float64) * [0.25, 0.3, 0.5] + [0, 4, 20]
+    return Image.fromarray(np.rint(pixels).clip(0, 255).astype(np.uint8))
+
+
+def pencil(image: Image.Image) -> Image.Image:
+    """Return a drawing of the outlines of a photograph, dark on white."""
+    grey = image.convert("L")
+    pixels = np.asarray(grey, np.float64) - np.asarray(grey.filter(ImageFilter.GaussianBlur(image.width / 64)))
+    return Image.fromarray(np.rint(255 - 4 * np.abs(pixels)).clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
+EDITS: dict[str, tuple[str, Callable[[Image.Image], Image.Image] | None]] = {
+    "snow": (SNOW_FALLS, None),
+    "night": (NIGHT, night),
+    "pencil": (PENCIL, pencil),
+}
+
+
+def draw_pairs() -> None:
+    """Write the pairs of each edit into WORK/EDIT: train.jsonl, held_out.jsonl, and train-N.jsonl of fewer pairs.
+
+    Tables of fewer pairs repeat those of FEW, so that each run takes as many steps.
     """
-    folder = WORK / edit
-    folder.mkdir(parents=True, exist_ok=True)
-    write_pairs(folder, [edit], TRAIN + HELD_OUT, seed=0)
-    rows = (folder / TABLES[0]).read_text().splitlines()
-    write_lines(folder / "held_out.jsonl", rows[TRAIN:])
-    write_lines(folder / "train.jsonl", rows[:TRAIN])
-    for count in FEWER:
-        write_lines(folder / f"train-{count}.jsonl", rows[:count] * (TRAIN // count))
-
-
-FEWER = (4, 1)
+    train, held_out = ([*photographs(part)] for part in ("train", "held_out"))
+    for edit, (prompt, result) in EDITS.items():
+        rows = [(one, snow if result is None else result(one), prompt) for _, one, snow in (*train, *held_out)]
+        lines = write_table(edit, rows, len(train))
+        few = [lines[[name for name, *_ in train].index(name)] for name in FEW]
+        for count in FEWER:
+            write_lines(WORK / edit / f"train-{count}.jsonl", few[:count] * (len(train) // count))
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> None:
@@ -235,8 +262,11 @@ def write_lines(path: Path, lines: Sequence[str]) -> None:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def write_table(name: str, rows: Sequence[tuple[Image.Image, Image.Image, str]], train: int) -> None:
-    """Write pairs (control, target, instruction) into WORK/NAME: `train` for training, the rest held out."""
+def write_table(name: str, rows: Sequence[tuple[Image.Image, Image.Image, str]], train: int) -> list[str]:
+    """Write pairs (control, target, instruction) into WORK/NAME: `train` for training, the rest held out.
+
+    Returns the lines of the tables.
+    """
     folder = WORK / name
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -249,6 +279,7 @@ def write_table(name: str, rows: Sequence[tuple[Image.Image, Image.Image, str]],
         )
     write_lines(folder / "train.jsonl", lines[:train])
     write_lines(folder / "held_out.jsonl", lines[train:])
+    return lines
 
 
 # Results

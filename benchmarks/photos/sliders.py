@@ -3,36 +3,16 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageEnhance
 
-from benchmarks.shapes.runs import SEEDS, TRAIN, WORK, Figures, Section, command, grid, train, write_table
-from benchmarks.shapes.drawings import SHAPE_COLORS, Scene, draw, random_scene
+from benchmarks.photos.runs import SEEDS, WORK, Figures, Section, command, grid, photographs, train, write_table
 
 SCALES = (-2, -1, 0, 1, 2)
-HELD_OUT = 8
 # Number of held-out images of each slider in the grid.
 SHOWN = 2
-
-
-def lit(random: Random) -> tuple[Image.Image, Image.Image, str]:
-    """Draw a scene, darker and lighter."""
-    scene = draw(random_scene(random))
-    black, white = (Image.new("RGB", scene.size, color) for color in ("black", "white"))
-    return Image.blend(scene, black, 0.25), Image.blend(scene, white, 0.25), "more light"
-
-
-def grown(random: Random) -> tuple[Image.Image, Image.Image, str]:
-    """Draw a shape, smaller and larger."""
-    shape = random.choice(random_scene(random).shapes)
-    ground = random.choice([color for color in SHAPE_COLORS if color != shape.color])
-    sizes = (replace(shape, radius=radius, x=32, y=32) for radius in (9, 14))
-    small, large = (draw(Scene(ground, (one,))) for one in sizes)
-    return small, large, "a larger shape"
 
 
 def light(image: np.ndarray) -> float:
@@ -40,9 +20,16 @@ def light(image: np.ndarray) -> float:
     return float(image.mean())
 
 
-def area(image: np.ndarray) -> float:
-    """Return the percentage of an image that differs from the colour of its ground, which is in the corner."""
-    return 100 * float((np.abs(image - image[2, 2]).max(axis=-1) > 60).mean())
+def colour(image: np.ndarray) -> float:
+    """Return the mean difference between the strongest and the weakest channel."""
+    return float((image.max(-1) - image.min(-1)).mean())
+
+
+# Pillow's enhancement, and the strength of an image, by instruction.
+DIALS: dict[str, tuple[Callable[[Image.Image], ImageEnhance._Enhance], Callable[[np.ndarray], float]]] = {
+    "more light": (ImageEnhance.Brightness, light),
+    "more color": (ImageEnhance.Color, colour),
+}
 
 
 def folder(label: str) -> str:
@@ -50,11 +37,6 @@ def folder(label: str) -> str:
     return label.replace(" ", "_")
 
 
-# How the pairs are drawn, and the strength of an image, by instruction.
-DIALS: dict[str, tuple[Callable[[Random], tuple[Image.Image, Image.Image, str]], Callable[[np.ndarray], float]]] = {
-    "more light": (lit, light),
-    "a larger shape": (grown, area),
-}
 SLIDERS = {
     label: [
         "objective=slider",
@@ -68,13 +50,15 @@ SLIDERS = {
 
 
 def draw_sliders() -> None:
-    """Draw the pairs of each slider, and a folder of held-out controls."""
-    for label, (draw_pair, _) in DIALS.items():
-        random, controls = Random(13), WORK / folder(label) / "controls"
-        write_table(folder(label), [draw_pair(random) for _ in range(TRAIN + HELD_OUT)], TRAIN)
+    """Write the pairs of each slider, weaker and stronger, and a folder of held-out controls."""
+    train, held_out = ([image for _, image, _ in photographs(part)] for part in ("train", "held_out"))
+    for label, (enhance, _) in DIALS.items():
+        pairs = [(enhance(image).enhance(0.6), enhance(image).enhance(1.4), label) for image in train]
+        write_table(folder(label), pairs, len(pairs))
+        controls = WORK / folder(label) / "controls"
         controls.mkdir(exist_ok=True)
-        for path in sorted(controls.parent.glob("*-before.png"))[TRAIN:]:
-            shutil.copy(path, controls)
+        for index, image in enumerate(held_out):
+            image.resize((64, 64), Image.Resampling.LANCZOS).save(controls / f"{index}.png")
 
 
 def edited(label: str, run: Path, seed: int) -> dict[int, list[np.ndarray]]:

@@ -1,41 +1,43 @@
-"""Sections about single settings: the default run, recipes, rank, precision, and the number of pairs."""
+"""Sections on single settings: the default run, recipes, rates, rank, precision, few pairs, adapters."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from PIL import Image
 
-from benchmarks.shapes.runs import Figures, Section, draw_pairs, grid, last_row, samples, train
+from benchmarks.photos.runs import EDITS, Figures, Section, draw_pairs, grid, last_row, samples, train
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.family import ATTENTION
 from report.tables import read_validation
 
-PSNR = {"PSNR, dB": 2}
+
+def of_edit(edit: str) -> list[str]:
+    """Return the overrides that train on an edit."""
+    return [f"data.root=WORK/{edit}/train.jsonl", f"data.val_root=WORK/{edit}/held_out.jsonl"]
 
 
-def quality_of(overrides: Sequence[str]) -> list[Figures]:
-    """Return mask IoU and PSNR after the last step."""
-    rows = [last_row(run) for run in train(*overrides)]
-    return [{"mask IoU": row["mask_iou"], "PSNR, dB": row["psnr"]} for row in rows]
+def psnr(overrides: Sequence[str]) -> list[Figures]:
+    """Return the PSNR after the last step."""
+    return [{"PSNR, dB": last_row(run)["psnr"]} for run in train(*overrides)]
 
 
 # The default run: every setting that the sweep sets otherwise is that of `python train.py` again.
-DEFAULT = ["trainer.max_steps=600", "optimizer.lr=3e-3"]
+DEFAULT = [
+    "data.root=assets/snow/train",
+    "data.val_root=assets/snow/held_out",
+    "model.resolution=128",
+    "optimizer.lr=${model.recipe.lr}",
+    "trainer.max_steps=${model.recipe.max_steps}",
+]
 
 
-def along_the_run(overrides: Sequence[str]) -> list[Figures]:
-    """Return mask IoU and PSNR before the first step and after the last."""
+def of_default(overrides: Sequence[str]) -> list[Figures]:
+    """Return the PSNR of held-out photographs: doing nothing, before the first step and after the last."""
     found = []
     for run in train(*overrides):
         first, last = (read_validation(run / "validation.csv")[index] for index in (0, -1))
-        found.append(
-            {
-                "mask IoU before": first["mask_iou"],
-                "mask IoU": last["mask_iou"],
-                "PSNR before, dB": first["psnr"],
-                "PSNR, dB": last["psnr"],
-            }
-        )
+        found.append({"doing nothing": last["psnr_nothing"], "before": first["psnr"], "after": last["psnr"]})
     return found
 
 
@@ -56,30 +58,24 @@ RECIPES = {
     "`scheduler=constant`": [targets(ATTENTION), "scheduler=constant"],
     "all three": PRESENT,
 }
-TAUGHT = ("segment", "invert", "mirror")
-VAL_LOSS = "invert, val_loss"
-
-
-def of_edit(edit: str) -> list[str]:
-    """Return the overrides that train on an edit."""
-    return [f"data.root=WORK/{edit}/train.jsonl", f"data.val_root=WORK/{edit}/held_out.jsonl"]
+VAL_LOSS = "snow, val_loss"
 
 
 def on_each_edit(overrides: Sequence[str]) -> list[Figures]:
     """Return the PSNR of each edit after the last step, and the validation loss of one."""
-    columns = [[last_row(run) for run in train(*overrides, *of_edit(edit))] for edit in TAUGHT]
+    columns = {edit: [last_row(run) for run in train(*overrides, *of_edit(edit))] for edit in EDITS}
     return [
-        {edit: row["psnr"] for edit, row in zip(TAUGHT, rows, strict=True)} | {VAL_LOSS: rows[1]["val_loss"]}
-        for rows in zip(*columns, strict=True)
+        {edit: columns[edit][seed]["psnr"] for edit in EDITS} | {VAL_LOSS: columns["snow"][seed]["val_loss"]}
+        for seed in range(len(columns["snow"]))
     ]
 
 
 def recipes_image() -> Image.Image:
     """Return held-out images of each edit, as rows: control, former, all three, target."""
     rows = []
-    for edit in TAUGHT:
+    for edit in EDITS:
         former, present = (samples(train(*RECIPES[name], *of_edit(edit))[0], 100) for name in ("former", "all three"))
-        for name in list(former)[:2]:
+        for name in list(former)[2:4]:
             rows.append([former[name].control, former[name].result, present[name].result, former[name].target])
     return grid(rows)
 
@@ -88,9 +84,9 @@ MOMENTS = (25, 50, 75, 100)
 
 
 def at_steps(overrides: Sequence[str]) -> list[Figures]:
-    """Return the PSNR of invert along the run."""
+    """Return the PSNR along the run."""
     found = []
-    for run in train(*PRESENT, *of_edit("invert"), "sample_every=25", *overrides):
+    for run in train("scheduler=constant", "sample_every=25", *overrides):
         rows = {row["step"]: row["psnr"] for row in read_validation(run / "validation.csv")}
         found.append({f"step {step}": rows[step] for step in MOMENTS})
     return found
@@ -99,10 +95,9 @@ def at_steps(overrides: Sequence[str]) -> list[Figures]:
 # Precision
 
 BASES = {
-    "bf16": ["model.dtype=bfloat16"],
-    **{name: ["model.dtype=bfloat16", f"model/quantization={name}"] for name in ("fp8", "int8_w8a8", "nf4", "fp4")},
+    "bf16": [],
+    **{name: [f"model/quantization={name}"] for name in ("fp8", "int8_w8a8", "nf4", "fp4")},
 }
-BASES["int8_w8a8, `rotation=false`"] = [*BASES["int8_w8a8"], "model.quantization.rotation=false"]
 TRAINED_AND_USED, TRAINED_ON_BF16, USED_ON_BF16 = (
     "trained and used on it",
     "trained on bf16, used on it",
@@ -129,41 +124,63 @@ def moved_to(base: Sequence[str], run: Path, seed: int) -> float:
 
 # Few pairs
 
-PAIRS = {"24 pairs": "train", "4 pairs": "train-4", "1 pair": "train-1"}
+PAIRS = {"32 pairs": "train", "4 pairs": "train-4", "1 pair": "train-1"}
 
 
 def of_few_pairs(overrides: Sequence[str]) -> list[Figures]:
     """Return the PSNR with each number of pairs."""
-    columns = [train(*overrides, f"data.root=WORK/segment/{name}.jsonl") for name in PAIRS.values()]
+    columns = [train(*overrides, f"data.root=WORK/snow/{name}.jsonl") for name in PAIRS.values()]
     return [
         {name: last_row(run)["psnr"] for name, run in zip(PAIRS, runs, strict=True)}
         for runs in zip(*columns, strict=True)
     ]
 
 
-def draw_taught() -> None:
-    """Draw the pairs of the edits."""
-    for edit in TAUGHT:
-        draw_pairs(edit)
+# Adapters, in two groups of equal size
+
+ADAPTERS = {
+    "lora, rank 16": ["adapter=lora"],
+    "lora, rank 16, `lora_plus_ratio=4`": ["adapter.lora_plus_ratio=4"],
+    "dora, rank 16": ["adapter=dora"],
+    "loha, rank 8": ["adapter=loha"],
+    "lokr, factor 2, rank 32": ["adapter=lokr", "adapter.decompose_factor=2", "adapter.rank=32"],
+    "lora, rank 6": ["adapter.rank=6"],
+    "lokr, factor 4, `full_matrix=true`": ["adapter=lokr", "adapter.decompose_factor=4", "adapter.full_matrix=true"],
+}
+
+
+def at_the_best_rate(overrides: Sequence[str]) -> list[Figures]:
+    """Return figures at the learning rate, of three, with the highest held-out PSNR of the first seed."""
+
+    def first(rate: str) -> float:
+        return last_row(train(*overrides, f"optimizer.lr={rate}", seeds=[1])[0])["psnr"]
+
+    best = max(("1.5e-3", "5e-3", "1.5e-2"), key=first)
+    found = []
+    for run in train(*overrides, f"optimizer.lr={best}"):
+        checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
+        parameters = sum(tensor.numel() for tensor in checkpoint["state_dict"].values())
+        found.append({"learning rate": float(best), "parameters": parameters, "PSNR, dB": last_row(run)["psnr"]})
+    return found
 
 
 SECTIONS = [
     Section(
         "default",
         {"`python train.py`": DEFAULT},
-        along_the_run,
-        {"mask IoU before": 3, "mask IoU": 3, "PSNR before, dB": 1, "PSNR, dB": 2},
-        draw=draw_pairs,
+        of_default,
+        dict.fromkeys(("doing nothing", "before", "after"), 1),
+        corner="PSNR, dB",
     ),
     Section(
         "recipes",
         RECIPES,
         on_each_edit,
-        {**dict.fromkeys(TAUGHT, 2), VAL_LOSS: 3},
-        draw=draw_taught,
+        {**dict.fromkeys(EDITS, 2), VAL_LOSS: 3},
+        draw=draw_pairs,
         image=recipes_image,
         headers=("control", "former", "all three", "target"),
-        labels=TAUGHT,
+        labels=list(EDITS),
     ),
     Section(
         "rates",
@@ -171,13 +188,13 @@ SECTIONS = [
         at_steps,
         {f"step {step}": 2 for step in MOMENTS},
         corner="learning rate",
-        draw=draw_taught,
+        draw=draw_pairs,
     ),
     Section(
         "rank",
         {str(rank): [f"adapter.rank={rank}"] for rank in (4, 16, 64)},
-        quality_of,
-        {"mask IoU": 3, "PSNR, dB": 2},
+        psnr,
+        {"PSNR, dB": 2},
         corner="`adapter.rank`",
         draw=draw_pairs,
     ),
@@ -194,6 +211,13 @@ SECTIONS = [
         {f"`{name}`": [f"adapter={name}"] for name in ("lora", "tlora", "ortho_tlora")},
         of_few_pairs,
         dict.fromkeys(PAIRS, 2),
+        draw=draw_pairs,
+    ),
+    Section(
+        "adapters",
+        ADAPTERS,
+        at_the_best_rate,
+        {"learning rate": 4, "parameters": 0, "PSNR, dB": 2},
         draw=draw_pairs,
     ),
 ]

@@ -1,0 +1,122 @@
+"""Section on data.control: LoRAs that repair photographs, from photographs alone."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.photos.base import REPAIRS, Base, Pair, held_out, psnr, repair
+from benchmarks.photos.runs import LOADING, WORK, Figures, Section, grid, photographs, train
+from lightning_modules.pretrained.repository import PHOTOS
+
+SIDE, COUNT, SHOWN = 128, 30, 2
+NAMES = ("jpeg", "noise", "blur", "downscale", "grey", "hole", "border")
+# Samples whose mean is measured, too: one sample of what may have been there is further from the truth than their mean.
+SAMPLES, MEAN = 4, "mean of 4 samples"
+COMMON = [
+    "data.root=WORK/photographs",
+    "data.val_root=null",
+    f"model.resolution={SIDE}",
+    "optimizer.lr=${model.recipe.lr}",
+    "trainer.max_steps=${model.recipe.max_steps}",
+    "callbacks.sample_images=null",
+    "~callbacks.validation",
+]
+
+
+def strengths(name: str) -> str:
+    """Return the recipe with its strengths at 128 pixels."""
+    least, most = REPAIRS[name][0]
+    return f"{name}: [{least}, {most}]"
+
+
+ROWS = {name: [f"data.control={{recipe: {{{strengths(name)}}}, variants: 4}}", *COMMON] for name in NAMES}
+
+
+def draw() -> None:
+    """Write the photographs, without pairs."""
+    shutil.rmtree(folder := WORK / "photographs", ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, image, _ in photographs("train"):
+        image.save(folder / f"{name}.png")
+
+
+def damaged(name: str) -> list[Pair]:
+    """Return held-out photographs, damaged."""
+    random = np.random.default_rng(0)
+    return [repair(image, random, name) for image in held_out(COUNT, SIDE)]
+
+
+def restored(name: str, lora: Path | None, samples: int = 1) -> list[list[Image.Image]]:
+    """Return the results of the base, or of a LoRA, for each seed of the noise."""
+    pairs = damaged(name)
+    with LOADING:
+        base = Base(PHOTOS, SIDE)
+        if lora is not None:
+            base.pipe.load_lora_weights(lora)
+    # Controls of one size share a batch.
+    made: list[list[Image.Image]] = []
+    for first in range(samples):
+        results: dict[int, Image.Image] = {}
+        for size in {pair.control.size for pair in pairs}:
+            own = [index for index, pair in enumerate(pairs) if pair.control.size == size]
+            images = base.edited([pairs[one].control for one in own], [pairs[one].prompt for one in own], first * COUNT)
+            results |= dict(zip(own, images, strict=True))
+        made.append([results[index] for index in range(COUNT)])
+    return made
+
+
+def figures(overrides: Sequence[str]) -> list[Figures]:
+    """Return PSNRs in dB over the held-out photographs, and the interval of 95 % of the gain by bootstrap."""
+    [name] = [name for name, row in ROWS.items() if row == overrides]
+    pairs = damaged(name)
+    unedited = np.array([psnr(pair.target, pair.control) for pair in pairs])
+    found = []
+    for run in train(*overrides):
+        made = restored(name, run / "lora" / "last", SAMPLES)
+        each = np.array([[psnr(pair.target, one) for pair, one in zip(pairs, images, strict=True)] for images in made])
+        means = [Image.fromarray(np.mean([np.asarray(one) for one in images], 0).round().astype(np.uint8))
+                 for images in zip(*made, strict=True)]  # fmt: skip
+        gains = each[0] - unedited
+        drawn = np.random.default_rng(0).choice(gains, (10000, COUNT)).mean(1)
+        low, high = np.percentile(drawn, (2.5, 97.5))
+        found.append(
+            {
+                "damaged": float(unedited.mean()),
+                "LoRA": float(each[0].mean()),
+                "gain": float(gains.mean()),
+                "from": float(low),
+                "to": float(high),
+                MEAN: float(np.mean([psnr(pair.target, one) for pair, one in zip(pairs, means, strict=True)])),
+            }
+        )
+    return found
+
+
+def image() -> Image.Image:
+    """Return held-out photographs of each recipe, as columns: damaged, repaired, target."""
+    columns = []
+    for name, row in ROWS.items():
+        [made] = restored(name, train(*row)[0] / "lora" / "last")
+        for pair, result in list(zip(damaged(name), made, strict=True))[:SHOWN]:
+            control = Image.new("RGB", (SIDE, SIDE), "white")
+            control.paste(pair.control, ((SIDE - pair.control.width) // 2, (SIDE - pair.control.height) // 2))
+            columns.append([control, result, pair.target])
+    return grid([[np.asarray(column[index]) for column in columns] for index in range(3)], enlarged=1)
+
+
+SECTIONS = [
+    Section(
+        "repairs",
+        ROWS,
+        figures,
+        dict.fromkeys(("damaged", "LoRA", "gain", "from", "to", MEAN), 1),
+        corner="`data.control`",
+        draw=draw,
+        image=image,
+        headers=list(NAMES),
+        labels=("damaged", "LoRA", "target"),
+    )
+]
