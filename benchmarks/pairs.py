@@ -2,7 +2,8 @@
 
     python benchmarks/pairs.py
 
-The photographs are scikit-image's: Eileen Collins, by NASA, in the public domain; a cat and a cup of coffee, in CC0.
+The photographs are those of assets/snow, and scikit-image's: Eileen Collins, by NASA, in the public domain; a cat and
+a cup of coffee, in CC0.
 """
 
 import sys
@@ -12,32 +13,31 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
+
+from photos_snow import with_snow  # noqa: E402
 
 from benchmarks.labels import labelled, save_small, stacked, wrapped  # noqa: E402
-from benchmarks.shapes.photographs import edited  # noqa: E402
+from benchmarks.photos.runs import SNOW_FALLS, night, photographs  # noqa: E402
 from datamodules.images.recipes import RECIPES, middle  # noqa: E402
 
 SIDE, GAP, SIZE = 170, 6, 21
-INSTRUCTION = "make it snow"
-FRAME, SHIFTED, ZOOMED = (40, 10, 430, 400), (90, 45, 480, 435), (90, 20, 370, 300)
+FRAME, SHIFTED, ZOOMED = (0, 20, 220, 240), (28, 36, 248, 256), (30, 90, 180, 240)
 
 
 def pairs() -> dict[str, tuple[Image.Image, Image.Image, str]]:
     """Return control, target and instruction by the name of each kind."""
-    import skimage.data
-
-    whole = Image.fromarray(skimage.data.astronaut())
+    [whole] = [control for name, control, _ in photographs("held_out") if name == "fields3"]
     control, shifted, zoomed = (whole.crop(box).resize((SIDE, SIDE)) for box in (FRAME, SHIFTED, ZOOMED))
-    target = edited("snow", control)
+    target = with_snow(control)
     return {
-        "good": (control, target, INSTRUCTION),
-        "bad: shifted": (control, edited("snow", shifted), INSTRUCTION),
-        "bad: other crop": (control, edited("snow", zoomed), INSTRUCTION),
-        "bad: other light": (control, edited("snow", edited("night", control)), INSTRUCTION),
-        "bad: identical": (control, control, INSTRUCTION),
-        "bad: swapped": (target, control, INSTRUCTION),
-        "bad: describes the image": (control, target, "an astronaut in an orange suit, snowflakes"),
+        "good": (control, target, SNOW_FALLS),
+        "bad: shifted": (control, with_snow(shifted), SNOW_FALLS),
+        "bad: other crop": (control, with_snow(zoomed), SNOW_FALLS),
+        "bad: other light": (control, with_snow(night(control)), SNOW_FALLS),
+        "bad: identical": (control, control, SNOW_FALLS),
+        "bad: swapped": (target, control, SNOW_FALLS),
+        "bad: describes the image": (control, target, "rice fields in snow below a mountain"),
     }
 
 

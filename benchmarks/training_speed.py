@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
@@ -29,18 +28,15 @@ KINDS = {"pairs": ("pairs", []), "cached": ("cached", []), "compiled": ("cached"
 
 
 def make_data(folder: Path, size: int) -> Path:
-    """Eight drawn pairs at size x size."""
-    from benchmarks.shapes.drawings import draw, random_scene, segment
+    """Write eight pairs at size x size."""
+    from benchmarks.photos.runs import SNOW_FALLS, photographs
 
     for name in ("control_images", "training_images"):
         (folder / name).mkdir(parents=True)
-    random = Random(0)
-    for number in range(8):
-        scene = random_scene(random)
-        edit = segment(random, scene, scene.shapes[0])
-        draw(scene).resize((size, size)).save(folder / "control_images" / f"{number}.png")
-        edit.result.resize((size, size)).save(folder / "training_images" / f"{number}.png")
-        (folder / "training_images" / f"{number}.txt").write_text(edit.prompt)
+    for name, control, target in itertools.islice(photographs("train"), 8):
+        control.resize((size, size)).save(folder / "control_images" / f"{name}.png")
+        target.resize((size, size)).save(folder / "training_images" / f"{name}.png")
+        (folder / "training_images" / f"{name}.txt").write_text(SNOW_FALLS)
     return folder
 
 

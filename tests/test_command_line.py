@@ -23,18 +23,19 @@ def test_help_explains_itself_quickly(run):
 @pytest.mark.parametrize(
     ("arguments", "data", "held_out"),
     [
-        ([], "drawn shapes", 16),
-        (["data.root=mine"], "mine", 0),
-        (["data.root=mine", "data=cached"], "mine", 0),
-        (["data.shards=s3://bucket/folder"], None, 0),
-        (["data.root=mine", "model=flux_kontext"], "mine", 0),
-        (["data.root=mine", "model.pretrained_model_name_or_path=other"], "mine", 0),
+        ([], "snow/train", "snow/held_out"),
+        (["data.root=mine"], "mine", None),
+        (["data.root=mine", "data=cached"], "mine", None),
+        (["data.shards=s3://bucket/folder"], None, None),
+        (["data.root=mine", "model=flux_kontext"], "mine", None),
+        (["data.root=mine", "model.pretrained_model_name_or_path=other"], "mine", None),
     ],
 )
-def test_embedded_model_learns_from_drawn_shapes_unless_data_or_a_model_are_named(arguments, data, held_out):
+def test_embedded_model_learns_snow_unless_data_or_a_model_are_named(arguments, data, held_out):
     cfg = compose("train", *arguments)
     usual, embedded = (1, 1e-4, "constant_with_warmup", None), (8, 3e-3, "cosine", "all-linear")
-    assert (cfg.data.root, cfg.data.val_count) == (data, held_out)
+    places = [place and place.rpartition("assets/")[2] for place in (cfg.data.root, cfg.data.val_root)]
+    assert places == [data, held_out]
     recipe = (cfg.data.batch_size, cfg.optimizer.lr, cfg.scheduler.name, cfg.adapter.target_modules)
     assert recipe == (usual if any(one.startswith("model") for one in arguments) else embedded)
 

@@ -8,7 +8,7 @@ from lightning_modules.family import Family
 from tests.support.commands import ROOT
 from tests.support.tiny_pipelines import MODELS
 
-FOLDERS = ("", "docs", "benchmarks", "deploy", "tests", "assets/shapes")
+FOLDERS = ("", "docs", "benchmarks", "deploy", "tests", "assets/photos", "assets/shapes")
 PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 
 

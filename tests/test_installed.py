@@ -52,9 +52,10 @@ def test_wheel_holds_every_file_and_its_commands_train_in_two_processes_and_edit
         return output([installed / "bin" / f"retouch-{name}", "trainer.accelerator=cpu", *settings], empty, [installed])
 
     two = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=2", "data.num_workers=0"]
-    few = ["sample_every=0", "data.val_count=0", "model.sampling.num_inference_steps=1", "output_dir=run"]
+    few = ["sample_every=0", "data.val_root=null", "model.resolution=32", "output_dir=run"]
     assert "\ntry it: retouch-predict lora=run image=" in run("train", *two, *few)
-    run("predict", "lora=run", "image=assets/shapes/example.png", "prompt=segment the shapes", "output_dir=edited")
+    photo = "image=assets/snow/held_out/control_images/fog4.jpg"
+    run("predict", "lora=run", photo, "prompt=make it snow", "num_inference_steps=1", "output_dir=edited")
     assert [path.suffix for path in sorted((empty / "edited").iterdir())] == [".png", ".jsonl"]
     assert "  retouch-predict task=inspect " in run("predict", "--help")
     assert set(project["project"]["scripts"]) == {path.name for path in (installed / "bin").iterdir()}

@@ -4,15 +4,15 @@ import re
 import shutil
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from random import Random
 from threading import RLock
 from typing import NamedTuple
 
 from benchmarks.fault_kinds import hooks
 from benchmarks.fault_kinds.commands import Command, Hook
 from benchmarks.fault_kinds.judging import cache_folder
-from benchmarks.shapes.drawings import SIDE, draw, random_scene, segment
+from benchmarks.photos.runs import SNOW_FALLS, photographs
 
 # Of references, in the order in which they need each other.
 KINDS = ("build", "train", "shown", "copy", "export", "edit")
@@ -63,7 +63,7 @@ class Workshop:
         self._references: dict[str, Reference] = {}
         self._lock = RLock()
         if not self.pairs.is_dir():
-            draw_pairs(self.pairs)
+            write_pairs(self.pairs)
 
     def build(self) -> list[str]:
         """Return overrides of predict.py that build a cache of several shards."""
@@ -85,7 +85,7 @@ class Workshop:
     def edit(self, lora: Path, output_dir: str = "out") -> list[str]:
         """Return overrides of predict.py that create an image."""
         picture = self.pairs / "control_images" / "00.png"
-        told = [f"lora={lora}", f"image={picture}", 'prompt="segment the shapes"', "num_inference_steps=2"]
+        told = [f"lora={lora}", f"image={picture}", f'prompt="{SNOW_FALLS}"', "num_inference_steps=2"]
         return [*told, f"output_dir={output_dir}", "trainer.accelerator=cpu"]
 
     def reference(self, kind: str) -> Reference:
@@ -122,15 +122,12 @@ class Workshop:
         return "predict", self.export(run) if kind == "export" else self.edit(run)
 
 
-def draw_pairs(folder: Path) -> None:
-    """Draw images of shapes in two sizes, and the shapes white on black."""
-    random = Random(0)
+def write_pairs(folder: Path) -> None:
+    """Write pairs in two sizes, 64x64 and 64x48, with a few instructions."""
     for kind in ("training_images", "control_images"):
         (folder / kind).mkdir(parents=True)
-    for number in range(PAIRS):
-        scene = random_scene(random)
-        box = (0, 0, SIDE, SIDE if number % 2 else SIDE - 16)
-        draw(scene).crop(box).save(folder / "control_images" / f"{number:02d}.png")
-        segment(random, scene, scene.shapes[0]).result.crop(box).save(folder / "training_images" / f"{number:02d}.png")
-        text = "segment the shapes" if number % 3 else f"segment the shapes of picture {number}"
+    for number, (_, *images) in enumerate(islice(photographs("train"), PAIRS)):
+        for kind, image in zip(("control_images", "training_images"), images, strict=True):
+            image.resize((64, 64)).crop((0, 0, 64, 64 if number % 2 else 48)).save(folder / kind / f"{number:02d}.png")
+        text = SNOW_FALLS if number % 3 else f"{SNOW_FALLS} on picture {number}"
         (folder / "training_images" / f"{number:02d}.txt").write_text(text)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.shapes.mask_iou import MaskIoU
 from report.image_metrics import EditMetrics, FeatureSimilarity
 
 PERFECT = {"shift": 0.0, "drift": 0.0, "colour_shift": 0.0, "strength": 1.0}
@@ -93,16 +92,6 @@ def test_an_edit_of_the_whole_image_has_a_strength_but_no_outside(edit):
     metric.update(target[None], target[None], source[None])
     metric.update(*(image[None] for image in (edit[2], edit[2], source)))
     assert float(metric.compute()["shift"]) == pytest.approx(0, abs=1e-3), "the mean is over the edits that have one"
-
-
-def test_mask_iou_of_known_masks():
-    metric = MaskIoU()
-    ours, theirs = torch.zeros(1, 3, 4, 4), torch.zeros(1, 3, 4, 4)
-    ours[..., :2] = 0.9
-    theirs[..., 1:3] = 1.0
-    metric.update(ours, theirs)
-    assert float(metric.compute()) == pytest.approx(1 / 3)
-    assert metric.higher_is_better
 
 
 @pytest.mark.parametrize("kind", ["dino", "clip"])

@@ -12,9 +12,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from hydra.utils import instantiate
 from PIL import Image
-from torchmetrics.image import PeakSignalNoiseRatio
+from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMeasure
 
-from benchmarks.shapes.mask_iou import MaskIoU
 from callbacks.validation import Validation
 from report.image_metrics import EditMetrics
 from report.images import read_strip
@@ -44,19 +43,19 @@ def test_metrics_that_are_null_measure_the_loss_only(tmp_path):
 
 
 def test_the_best_weights_are_named(tmp_path):
-    metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0), "iou": MaskIoU()}
+    metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0), "ssim": StructuralSimilarityIndexMeasure()}
     validation = Validation(str(tmp_path), metrics, "val_loss", "psnr", early_stopping=False, patience=3)
     assert validation.best_lines("lora") == []
     measured = ((0.3, 10.0), (0.1815, 10.0), (0.3, 12.5), (0.1965, 13.0))
     validation.rows = [
-        {"step": 100 * n, "val_loss": loss, "psnr": psnr, "iou": math.nan} for n, (loss, psnr) in enumerate(measured)
+        {"step": 100 * n, "val_loss": loss, "psnr": psnr, "ssim": math.nan} for n, (loss, psnr) in enumerate(measured)
     ]
     assert validation.measured() == {"step": 300, "val_loss": 0.1965, "psnr": 13.0}
     assert validation.best_lines("lora") == [
         "best: lora/best, val_loss 0.1815 at step 100; lora/last: val_loss 0.1965 at step 300",
         "val_loss has not improved since step 100: use `best`, which is from there",
     ]
-    validation.monitor = "iou"
+    validation.monitor = "ssim"
     assert validation.best_lines("lora") == [], "it has no value in any row"
     validation.monitor = "psnr"
     assert "psnr still improves at step 300: train longer, trainer.max_steps=600" in validation.best_lines("lora")

@@ -85,7 +85,7 @@ def test_own_file_inside_conf_declares_nothing_where_no_class_would_take_it(comp
         ("train", "optimzer.lr=1", "optimzer.lr: there is no such setting. Did you mean optimizer.lr?"),
         ("train", "+lr=1e-5 +batch_size=2", "lr: there is no such setting. Did you mean optimizer.lr?"),
         ("train", "--lr 1e-4", "--lr: there is no such option. Settings are written KEY=VALUE, without dashes"),
-        ("predict", "prompt=segment the shapes", 'the: it is not KEY=VALUE. Quote the prompt: prompt="...".'),
+        ("predict", "prompt=make it snow", 'it: it is not KEY=VALUE. Quote the prompt: prompt="...".'),
         ("predict", "+xyz=a.png", "xyz: there is no such setting. `python predict.py --help` names"),
         ("predict", "optimizer.lr=1", "optimizer.lr: there is no such setting. It is a setting of train.py."),
         ("train", "lora=x", "lora: there is no such setting. It is a setting of predict.py."),

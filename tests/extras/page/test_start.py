@@ -29,7 +29,7 @@ from tests.extras.page.browsing import browser_page, studio_at
 from tests.extras.page.conftest import write_run
 from tests.support.commands import compose, wait_until
 
-QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "data.source.count=20"]
+QUICK = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.num_workers=0", "data.val_root=null"]
 
 
 def fields(text):
