@@ -121,8 +121,15 @@ def set_encoder(encoder: nn.Module, mean: Tensor, basis: Tensor) -> None:
     encoder.conv_out.bias[CHANNELS:] = -30  # the logarithm of the variance
 
 
-def train_decoder(decoder: nn.Module, photographs: Photographs, mean: Tensor, basis: Tensor, minutes: float) -> None:
-    """Minimize L1 + 4 MSE, at the end MSE alone, on crops of 64x64 and 128x128 by Muon."""
+def train_decoder(
+    decoder: nn.Module, photographs: Photographs, mean: Tensor, basis: Tensor, minutes: float, state: Path
+) -> None:
+    """Minimize L1 + 4 MSE, at the end MSE alone, on crops of 64x64 and 128x128 by Muon.
+
+    Args:
+        minutes: of the whole training, by which the rate falls.
+        state: file of the decoder and of the seconds so far, saved each minute; an existing one is continued.
+    """
     decoder.to(memory_format=torch.channels_last)
     for module in decoder.modules():
         if type(module).__name__ == "ResnetBlock2D":
@@ -131,15 +138,19 @@ def train_decoder(decoder: nn.Module, photographs: Photographs, mean: Tensor, ba
     settings = {"nesterov": True, "adjust_lr_fn": "original", "normalize_spatial": False, "fallback_lr_scale": 0.1}
     optimizer = Muon(decoder.parameters(), lr=0.02, **settings)
     start, step, shown = time.time(), 0, 0.0
+    if state.is_file():
+        saved = torch.load(state)
+        decoder.load_state_dict(saved["decoder"])
+        start -= saved["seconds"]
+    held = held_out(128)
     while (share := (time.time() - start) / (60 * minutes)) < 1:
         if step % 1500 == 0:
             pools = [photographs.batch(count, size) for count, size in ((800, 128), (300, 256))]
         if time.time() - shown > 60:
             shown = time.time()
-            print(
-                f"{share * minutes:.1f} minutes  step {step}  {quality(decoder, mean, basis, HELD):.2f} dB", flush=True
-            )
-            torch.save(decoder.state_dict(), options.folder / "decoder.pt")
+            held_psnr = quality(decoder, mean, basis, held)
+            print(f"{share * minutes:.1f} minutes  step {step}  {held_psnr:.2f} dB", flush=True)
+            torch.save({"decoder": decoder.state_dict(), "seconds": time.time() - start}, state)
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * min(1, (step + 1) / 20, 1.3 * (1 - share) + 0.01)
         # The group norms see the whole of an image: its size and its scale vary.
@@ -184,7 +195,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     torch.manual_seed(0)
     options.folder.mkdir(parents=True, exist_ok=True)
-    HELD = held_out(128)
     photographs = Photographs.of_folder(options.photographs, seed=0)
     mean, basis = principal_components(photographs.batch(900, 128))
     settings = AutoencoderKL.load_config(SHAPES / "vae")
@@ -193,10 +203,11 @@ if __name__ == "__main__":
     set_encoder(vae.encoder, mean, basis)
     pipeline = untrained_pipeline(vae)
     pipeline.save_pretrained(options.folder)  # with which the transformer can begin
-    want = encoded(HELD, mean, basis)
-    off = float((vae.encode(HELD).latent_dist.mode().detach() - want).abs().max())
+    held = held_out(128)
+    want = encoded(held, mean, basis)
+    off = float((vae.encode(held).latent_dist.mode().detach() - want).abs().max())
     print(f"encoder: {off:.1e} from the components, whose deviation is {float(want.std()):.2f}", flush=True)
-    train_decoder(vae.decoder, photographs, mean, basis, options.minutes)
+    train_decoder(vae.decoder, photographs, mean, basis, options.minutes, options.folder / "decoder.pt")
     for size in (64, 128, 256):
         print(f"{size} pixels: {quality(vae.decoder, mean, basis, held_out(size)):.2f} dB")
     vae.save_pretrained(options.folder / "vae")

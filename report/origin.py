@@ -38,7 +38,7 @@ class Origin(NamedTuple):
         same = licences[0] if all(one == licences[0] for one in licences) else {}
         if not any(licences) and {*known} == {base.name} and model_name in catalogue():
             same = _catalogued(known[base.name] or base.name, model_name)
-        of_retouch = "Shapes, the small model that comes with Retouch"
+        of_retouch = "Photos, the small model that comes with Retouch"
         sentence = of_retouch if base.name == EMBEDDED else code(Path(public_name(base.name, model_name)).name)
         return cls([id for id in known.values() if id], sentence, same)
 
