@@ -25,8 +25,8 @@ from lightning_modules.edit_module import EditModule
 from lightning_modules.inference import inference_weights
 from lightning_modules.timing import NOT_TRAINING
 from report.diagnosis import diagnosis
-from report.image_metrics import EditMetrics
-from report.tables import ENDS, changes, read_validation, write_rows
+from report.image_metrics import EditMetrics, same_image
+from report.tables import ENDS, STAYING, changes, read_validation, write_rows
 from runs.run_folder import RunFolder
 from runs.shares import is_stopped, of_all, of_first, share
 from runs.signals import stop
@@ -162,10 +162,14 @@ class Validation(L.Callback):
         results = [one for one in sampler.results if one.target is not None]
         samples = list(map(_in_unit_range, [one for one in results if one.controls] or results))
         finite = all(bool(result.isfinite().all()) for _, result, _ in samples)
+        staying = [source is not None and same_image(source, target) for source, _, target in samples]
+        edits = [one for one, stays in zip(samples, staying, strict=True) if not stays] or samples
+        others = [one for one, stays in zip(samples, staying, strict=True) if stays and edits is not samples]
         for name, metric in self.metrics.items():
             compares_all = isinstance(metric, EditMetrics)
             for end, indices in {"": (1, 2, 0)}.items() if compares_all else {"": (1, 2), **ENDS}.items():
-                groups = [[images[index] for index in indices] for images in samples]
+                chosen = samples if compares_all else others if end == STAYING else edits
+                groups = [[images[index] for index in indices] for images in chosen]
                 groups = [group for group in groups if all(image is not None for image in group)]
                 metric.reset()
                 for count, group in enumerate(groups if finite and stop.signal is None else (), start=1):
@@ -201,9 +205,10 @@ class Validation(L.Callback):
     def summary(self) -> str:
         """Return the figures before and after training in one line."""
         parts = []
-        for name, before, now, nothing in changes(self.rows):
-            more = "" if nothing is None else f" (doing nothing {nothing:.4g})"
-            parts.append(f"{name} {before:.4g} -> {now:.4g}{more}")
+        for one in changes(self.rows):
+            bounds = one.bounds(4)
+            more = bounds and f" ({bounds[2:]})"
+            parts.append(f"{one.name} {one.before:.4g} -> {one.now:.4g}{more}")
         return "  ".join(parts)
 
     def _judged(self) -> list[dict[str, float]]:

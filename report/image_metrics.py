@@ -51,6 +51,11 @@ ROUGHER = 1.2
 ROUNDS = 3
 
 
+def same_image(one: Tensor, other: Tensor) -> bool:
+    """Return whether two images of one size have the same content."""
+    return bool(((one - other).abs() <= AGREEING).all())
+
+
 def find_outside(target: Tensor, source: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return where the images (3, H, W) agree, with a margin, and smooth weights (H, W), 0 at the edit.
 

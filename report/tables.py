@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from foundation.files import read_bytes, reading, replacing
 
-# Comparisons of a metric besides result and target, by their indices in (source, result, target).
-ENDS = {"_source": (1, 0), "_nothing": (0, 2)}
+# Comparisons of a metric besides result and target, by their indices in (source, result, target). The last one is of
+# samples whose target is the source; the others leave these out.
+STAYING = "_staying"
+ENDS = {"_source": (1, 0), "_nothing": (0, 2), STAYING: (1, 2)}
 POINTS = 2000  # of a curve at most
 DIVERGED = 10  # times the usual reach of a chart's lines, beyond which a line does not set the scale
 MOST_BYTES, MOST_ROWS = 2**26, 300_000  # of a table that is read as a whole
@@ -76,12 +78,23 @@ def metric_names(row: Mapping[str, float]) -> list[str]:
 
 
 class Change(NamedTuple):
-    """A figure before and after training; `nothing` is its value for images that copy their input."""
+    """A figure before and after training.
+
+    Attributes:
+        nothing: its value for images that copy their input.
+        staying: its value where the target is the input.
+    """
 
     name: str
     before: float
     now: float
     nothing: float | None
+    staying: float | None
+
+    def bounds(self, decimals: int) -> str:
+        """Return `, doing nothing 11, photographs that stay 31`, as far as there are such samples."""
+        words = {"doing nothing": self.nothing, "images that stay": self.staying}
+        return "".join(f", {word} {value:.{decimals}g}" for word, value in words.items() if value is not None)
 
 
 def changes(validation: Sequence[Mapping[str, float]]) -> list[Change]:
@@ -90,15 +103,17 @@ def changes(validation: Sequence[Mapping[str, float]]) -> list[Change]:
         return []
     first, now = validation[0], validation[-1]
     names = {"val_loss": "validation loss", **{name: name for name in metric_names(now) if name in first}}
-    return [Change(shown, first[name], now[name], now.get(f"{name}_nothing")) for name, shown in names.items()]
+    return [
+        Change(shown, first[name], now[name], now.get(f"{name}_nothing"), now.get(f"{name}{STAYING}"))
+        for name, shown in names.items()
+    ]
 
 
 def headline(metrics: Sequence[Mapping[str, str]], validation: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     """Return names and values of the numbers at the top of the page."""
     numbers = []
-    for name, before, now, nothing in changes(validation):
-        more = "" if nothing is None else f", doing nothing {nothing:.3g}"
-        numbers.append((f"{name} (before {before:.3g}{more})", f"{now:.3g}"))
+    for one in changes(validation):
+        numbers.append((f"{one.name} (before {one.before:.3g}{one.bounds(3)})", f"{one.now:.3g}"))
     if metrics:
         speed = statistics.median(float(row["samples_per_second"]) for row in metrics)
         numbers.append(("samples a second", f"{speed:.3g}"))

@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from PIL import Image
 from torchmetrics.image import PeakSignalNoiseRatio, StructuralSimilarityIndexMeasure
 
+from callbacks.sample_images import Made
 from callbacks.validation import Validation
 from report.image_metrics import EditMetrics
 from report.images import read_strip
@@ -278,6 +279,21 @@ def test_metrics_are_those_of_the_images_on_disk(gallery):
             pairs_of = [[np.asarray(one, dtype=float) / 255 for one in pick(strip)] for strip in strips]
             expected = np.mean([-10 * np.log10(np.square(a - b).mean()) for a, b in pairs_of])
             assert row[name] == pytest.approx(expected, abs=0.1)  # images on disk are rounded to 8 bits
+
+
+def test_images_that_should_stay_are_measured_by_themselves(tmp_path):
+    grey, dark, white = (torch.full((1, 3, 32, 32), value) for value in (0.0, -0.5, 1.0))
+    results = [Made("edit", "", [grey], white, grey + 0.1), Made("same", "", [dark], dark.clone(), dark + 0.02)]
+    metrics = {"psnr": PeakSignalNoiseRatio(data_range=1.0, dim=(1, 2, 3), reduction="elementwise_mean")}
+    validation = Validation(str(tmp_path), metrics, None, "psnr", early_stopping=False, patience=3)
+    validation.metrics = metrics
+    module = SimpleNamespace(base=SimpleNamespace(timer=SimpleNamespace(note_progress=lambda text: None)))
+    measured = validation._measure(SimpleNamespace(results=results), module)
+    errors = {"psnr": 0.9, "psnr_source": 0.1, "psnr_nothing": 1.0, "psnr_staying": 0.02}
+    assert measured == pytest.approx({name: -20 * math.log10(one / 2) for name, one in errors.items()}, abs=1e-3)
+    validation.rows = [{"step": 0, "val_loss": 1.0, **measured}] * 2
+    assert validation.summary().endswith("(doing nothing 6.021, images that stay 40)")
+    assert "psnr_staying" not in validation._measure(SimpleNamespace(results=results[:1]), module)
 
 
 def test_best_weights_are_those_of_the_best_row_also_after_resuming(run, gallery, copied, settings):
