@@ -52,7 +52,7 @@ def test_wheel_holds_every_file_and_its_commands_train_in_two_processes_and_edit
         return output([installed / "bin" / f"retouch-{name}", "trainer.accelerator=cpu", *settings], empty, [installed])
 
     two = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=2", "data.num_workers=0"]
-    few = ["sample_every=0", "data.val_root=null", "model.resolution=32", "output_dir=run"]
+    few = ["sample_every=0", "data.val_root=null", "data.resolution=32", "output_dir=run"]
     assert "\ntry it: retouch-predict lora=run image=" in run("train", *two, *few)
     photo = "image=assets/snow/held_out/control_images/fog4.jpg"
     run("predict", "lora=run", photo, "prompt=make it snow", "num_inference_steps=1", "output_dir=edited")

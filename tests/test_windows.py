@@ -23,7 +23,7 @@ from tests.support.pictures import make_pairs
 
 WINDOWS = ROOT / "tests" / "support" / "windows"
 PATHS = {"PYTHONPATH": f"{WINDOWS}{os.pathsep}{ROOT}"}
-FEW = ["trainer.accelerator=cpu", "model.resolution=32", "data.val_root=null", "data.val_count=1"]
+FEW = ["trainer.accelerator=cpu", "data.resolution=32", "data.val_root=null", "data.val_count=1"]
 FEW += ["model.sampling.num_inference_steps=1"]
 PACKAGES = ("callbacks", "cli", "datamodules", "extras", "foundation", "lightning_modules", "report", "runs", "tasks")
 FILES = [*ROOT.glob("*.py"), *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]

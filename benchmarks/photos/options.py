@@ -26,7 +26,7 @@ def psnr(overrides: Sequence[str]) -> list[Figures]:
 DEFAULT = [
     "data.root=assets/snow/train",
     "data.val_root=assets/snow/held_out",
-    "model.resolution=128",
+    "data.resolution=128",
     "optimizer.lr=${model.recipe.lr}",
     "trainer.max_steps=${model.recipe.max_steps}",
 ]

@@ -39,6 +39,7 @@ MOST_ORTHOGONAL = 32  # singular values of Shapes' narrowest layer
 SHAPES = ASSETS / "shapes"
 COMMON = (
     "model.pretrained_model_name_or_path=assets/shapes",
+    "model.resolution=64",
     "model.dtype=float32",
     "adapter.target_modules=all-linear",
     "data=captions",
