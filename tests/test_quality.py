@@ -11,7 +11,7 @@ from PIL import Image
 
 from benchmarks.labels import labelled
 from benchmarks.quality import DOCS, PAGES, SECTIONS, outdated, read_records, written
-from benchmarks.shapes import runs
+from benchmarks.photos import runs
 from tests.support.commands import rows
 
 TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
@@ -42,10 +42,10 @@ def test_labels_are_beside_the_image_and_centered_on_its_rows_and_columns():
 
 
 def test_empty_markers_do_not_reach_to_the_end_of_the_next(monkeypatch):
-    record = {"rank": {"4": {"hash": "", "seeds": [{"mask IoU": 0.5, "PSNR, dB": 20}] * 3}}}
+    record = {"rank": {"4": {"hash": "", "seeds": [{"PSNR, dB": 20}] * 3}}}
     monkeypatch.setattr("benchmarks.quality.read_records", lambda: record)
     page = written("<!-- rank -->\n<!-- end -->\ntext\n<!-- pairs -->\n<!-- end -->\n")
-    assert page.endswith("\n| 4 | 0.500 | 20.00 |\n<!-- end -->\ntext\n<!-- pairs -->\n<!-- end -->\n")
+    assert page.endswith("\n| 4 | 20.00 |\n<!-- end -->\ntext\n<!-- pairs -->\n<!-- end -->\n")
     assert written(page) == page
 
 
@@ -55,7 +55,7 @@ def test_a_run_of_the_study_trains_and_measures(run, tmp_path, monkeypatch):
     runs.draw_pairs()
     common = [one.replace("WORK", str(tmp_path)) for one in runs.COMMON]
     run("train", *common, "trainer.max_steps=1", f"output_dir={tmp_path / 'run'}")
-    assert {"psnr", "mask_iou"} <= rows(tmp_path / "run")[-1].keys()
+    assert {"psnr", "psnr_staying"} <= rows(tmp_path / "run")[-1].keys()
 
 
 @pytest.mark.slow

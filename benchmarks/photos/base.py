@@ -1,4 +1,4 @@
-"""What the Photos model does with photographs that nothing was trained on: copies, its instructions, its limit.
+"""Measure the Photos model on photographs that it was not trained on: copies, its instructions, its limit.
 
     python -m benchmarks.photos.base assets/photos     # or another pipeline of this kind; --size 64, --count 12
 
@@ -84,7 +84,7 @@ def pairs_of(name: str, images: list[Image.Image]) -> list[Pair]:
     kind, _, recipe = name.partition(" ")
     if kind == "repair":
         return [repair(image, random, recipe) for image in images]
-    return [edit(image, random, name, recoloured=False) for image in images]
+    return [edit(image, random, name, turned=False) for image in images]
 
 
 def measured(

@@ -62,8 +62,7 @@ def draw_old() -> None:
     draw_pairs()
     for table, part, count in (("old", "held_out", EACH), ("others", "train", 4)):
         images = [control for _, control, _ in photographs(part)][:count]
-        random = np.random.default_rng(0)
-        rows = [(image, KNOWN[name].draw(image, random), first_prompt(name)) for name in OLD for image in images]
+        rows = [(image, KNOWN[name].draw(image), first_prompt(name)) for name in OLD for image in images]
         if part == "held_out":
             rows += [(image, image, STAYS) for image in images]
         write_table(table, rows, 0 if part == "held_out" else len(rows))
