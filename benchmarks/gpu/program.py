@@ -16,8 +16,7 @@ from benchmarks.gpu.bench import Bench, Facts
 SETTINGS = [
     "model=embedded",
     "model.dtype=bfloat16",
-    "data.source.count=12",
-    "data.val_count=4",
+    "data.resolution=64",
     "data.num_workers=0",
     "data.batch_size=2",
     "logger=none",

@@ -1,1 +1,1 @@
-"""Images, captions and drawn shapes."""
+"""Images and captions."""
