@@ -182,7 +182,7 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tmp_pa
     keys, held_out = parted(f"data.val_root={tmp_path / 'some.jsonl'}")
     assert (len(keys), len(held_out), "03" in keys) == (7, 1, False)
 
-    both = [f"data.root=[{pairs},{{path:{pairs},swap:true}}]", "data.swap.prompts=[back]"]
+    both = [f"data.root=[{pairs},{{path:{pairs},swap:true}}]", "data.swap.prompts=back"]
     data = instantiate(compose("train", *both, "data.val_count=4", "data.cache_dir=null").data)
     data.scan()
     files = [
