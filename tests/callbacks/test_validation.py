@@ -182,8 +182,11 @@ def test_held_out_samples_are_the_same_whatever_the_seed_and_do_not_train(tmp_pa
     keys, held_out = parted(f"data.val_root={tmp_path / 'some.jsonl'}")
     assert (len(keys), len(held_out), "03" in keys) == (7, 1, False)
 
-    both = [f"data.root=[{pairs},{{path:{pairs},swap:true}}]", "data.swap.prompts=back"]
-    data = instantiate(compose("train", *both, "data.val_count=4", "data.cache_dir=null").data)
+    sides = [(f"{pairs}/training_images/{n:02d}.png", f"{pairs}/control_images/{n:02d}.png") for n in range(8)]
+    rows_of = [{"file_name": a, "control_file_name": b, "prompt": "x"} for a, b in sides + [two[::-1] for two in sides]]
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    both = [f"data.root={tmp_path / 'both.jsonl'}", "data.val_count=4", "data.cache_dir=null"]
+    data = instantiate(compose("train", *both).data)
     data.scan()
     files = [
         {path for sample in one.samples for path in (sample.target, *sample.controls)}
