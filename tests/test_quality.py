@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from benchmarks.labels import labelled
-from benchmarks.quality import DOCS, PAGES, SECTIONS, outdated, read_records, written
 from benchmarks.photos import runs
+from benchmarks.quality import DOCS, PAGES, SECTIONS, outdated, read_records, written
 from tests.support.commands import rows
 
 TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
