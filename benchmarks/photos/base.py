@@ -22,7 +22,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
 from photos_pairs import EDITS, REPAIRS, Pair, Photographs, copy, edit, repair  # noqa: E402
 
 # Colour edits that stand for the others of their kind.
-COLOURED = ("without green", "only red", "tint blue", "red to blue", "green to red", "blue to orange", "yellow to pink")
+COLOURED = (
+    "without green",
+    "only red",
+    "tint blue",
+    "red to blue",
+    "green to red",
+    "blue to yellow",
+    "yellow to purple",
+)
 
 
 def held_out(count: int, size: int) -> list[Image.Image]:
