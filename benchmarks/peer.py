@@ -49,9 +49,10 @@ def write_pipeline(folder: Path, depth: int | None) -> None:
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     from benchmarks.made_up_weights import write_transformer
-    from lightning_modules.pretrained.repository import SHAPES
+    from foundation.settings import ASSETS
 
-    shutil.copytree(SHAPES, folder)
+    small = ASSETS / "shapes"
+    shutil.copytree(small, folder)
     clip: dict[str, Any] = {"max_position_embeddings": 77}
     if depth is not None:
         shutil.rmtree(folder / "transformer")
@@ -59,13 +60,13 @@ def write_pipeline(folder: Path, depth: int | None) -> None:
             write_transformer(Path(real), depth)
             for name in ("transformer", "scheduler"):
                 shutil.copytree(Path(real) / name, folder / name, dirs_exist_ok=True)
-        t5 = T5Config.from_pretrained(SHAPES / "text_encoder_2", d_model=4096)
+        t5 = T5Config.from_pretrained(small / "text_encoder_2", d_model=4096)
         T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
-        vae = AutoencoderKL.load_config(SHAPES / "vae") | {"block_out_channels": [16] * 4, "latent_channels": 16}
+        vae = AutoencoderKL.load_config(small / "vae") | {"block_out_channels": [16] * 4, "latent_channels": 16}
         vae |= {f"{way}_block_types": [vae[f"{way}_block_types"][0]] * 4 for way in ("down", "up")}
         AutoencoderKL.from_config(vae).save_pretrained(folder / "vae")
         clip["hidden_size"] = 768
-    config = CLIPTextConfig.from_pretrained(SHAPES / "text_encoder", **clip)
+    config = CLIPTextConfig.from_pretrained(small / "text_encoder", **clip)
     CLIPTextModel(config).save_pretrained(folder / "text_encoder")
 
 

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="more overrides for train.py")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from lightning_modules.pretrained.repository import SHAPES
+    from lightning_modules.pretrained.repository import PHOTOS
 
     print(f"batch {arguments.batch}, rank {arguments.rank}, {arguments.steps} steps, {os.cpu_count()} cores")
     print(f"{'size':>5} {'':14} {'steps/s':>8} {'ratio':>6} {'first step':>11} {'memory':>9}")
@@ -95,7 +95,7 @@ def main() -> None:
                 for kind, name in FLOORS.items():
                     if name in results:
                         out = folder / f"floor-{kind}-{number}.csv"
-                        command = ["benchmarks/floor.py", kind, str(SHAPES), str(data), *common, str(out)]
+                        command = ["benchmarks/floor.py", kind, str(PHOTOS), str(data), *common, str(out)]
                         results[name].append(measure(command, out))
                 for name in arguments.kinds:
                     kind, more = KINDS[name]
