@@ -23,7 +23,7 @@ from torch.nn.functional import pixel_unshuffle
 from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 SHAPES = Path(__file__).with_name("shapes")
-PATCH, CHANNELS, WIDTHS = 4, 16, (16, 48, 64)
+PATCH, CHANNELS, WIDTHS = 4, 18, (32, 48, 64)
 # Constants that make the group norm's variance that of a constant: far larger than any latent.
 ANCHOR = 512.0
 
@@ -67,7 +67,7 @@ def attend_to_previous_word(encoder: T5EncoderModel) -> None:
 
 
 def principal_components(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean (48,) of patches of (N, 3, height, width), and the basis (48, 16) of the latents.
+    """Return the mean (48,) of patches of (N, 3, height, width), and the basis (48, 18) of the latents.
 
     Each component is divided by the root of its deviation: with the deviations themselves the last ones are lost in
     the noise, without any the loss is spent on them.
@@ -80,7 +80,7 @@ def principal_components(pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encoded(pixels: Tensor, mean: Tensor, basis: Tensor) -> Tensor:
-    """Return the latents (N, 16, height/4, width/4) by the basis."""
+    """Return the latents (N, 18, height/4, width/4) by the basis."""
     patches = pixel_unshuffle(pixels, PATCH).permute(0, 2, 3, 1) - mean
     return (patches @ basis).permute(0, 3, 1, 2).contiguous()
 
@@ -121,8 +121,15 @@ def set_encoder(encoder: nn.Module, mean: Tensor, basis: Tensor) -> None:
     encoder.conv_out.bias[CHANNELS:] = -30  # the logarithm of the variance
 
 
-def train_decoder(decoder: nn.Module, photographs: Photographs, mean: Tensor, basis: Tensor, minutes: float) -> None:
-    """Minimize L1 + 4 MSE on crops of 64x64 by Muon."""
+def train_decoder(
+    decoder: nn.Module, photographs: Photographs, mean: Tensor, basis: Tensor, minutes: float, state: Path
+) -> None:
+    """Minimize L1 + 4 MSE, at the end MSE alone, on crops of 64x64 and 128x128 by Muon.
+
+    Args:
+        minutes: of the whole training, by which the rate falls.
+        state: file of the decoder and of the seconds so far, saved each minute; an existing one is continued.
+    """
     decoder.to(memory_format=torch.channels_last)
     for module in decoder.modules():
         if type(module).__name__ == "ResnetBlock2D":
@@ -131,26 +138,32 @@ def train_decoder(decoder: nn.Module, photographs: Photographs, mean: Tensor, ba
     settings = {"nesterov": True, "adjust_lr_fn": "original", "normalize_spatial": False, "fallback_lr_scale": 0.1}
     optimizer = Muon(decoder.parameters(), lr=0.02, **settings)
     start, step, shown = time.time(), 0, 0.0
+    if state.is_file():
+        saved = torch.load(state)
+        decoder.load_state_dict(saved["decoder"])
+        start -= saved["seconds"]
+    held = held_out(128)
     while (share := (time.time() - start) / (60 * minutes)) < 1:
         if step % 1500 == 0:
-            pool = photographs.batch(1200, 128)
-        if (step % 50 == 0 and step in (2000, 8000, 20000)) or time.time() - shown > 60:
+            pools = [photographs.batch(count, size) for count, size in ((800, 128), (300, 256))]
+        if time.time() - shown > 60:
             shown = time.time()
-            print(
-                f"{share * minutes:.1f} minutes  step {step}  {quality(decoder, mean, basis, HELD):.2f} dB", flush=True
-            )
-            torch.save(decoder.state_dict(), options.folder / "decoder.pt")
+            held_psnr = quality(decoder, mean, basis, held)
+            print(f"{share * minutes:.1f} minutes  step {step}  {held_psnr:.2f} dB", flush=True)
+            torch.save({"decoder": decoder.state_dict(), "seconds": time.time() - start}, state)
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * min(1, (step + 1) / 20, 1.3 * (1 - share) + 0.01)
-        top, left = (4 * int(value) for value in torch.randint(0, 17, (2,)))
-        pixels = pool[torch.randint(len(pool), (12,)), :, top : top + 64, left : left + 64]
+        # The group norms see the whole of an image: its size and its scale vary.
+        pool, side = pools[step % 3 == 0], 128 if step % 5 == 0 else 64
+        top, left = (4 * int(value) for value in torch.randint(0, (pool.shape[-1] - side) // 4 + 1, (2,)))
+        pixels = pool[torch.randint(len(pool), (12 * 64**2 // side**2,)), :, top : top + side, left : left + side]
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         latents = encoded(pixels, mean, basis)
-        latents = latents + 0.02 * torch.randn_like(latents)
+        latents = latents + (0.02 if share < 0.7 else 0.01) * torch.randn_like(latents)
         with torch.autocast("cpu", torch.bfloat16):
             result = decoder(latents.contiguous(memory_format=torch.channels_last))
         error = result.float() - pixels
-        loss = error.abs().mean() + 4 * error.square().mean()
+        loss = 4 * error.square().mean() + (error.abs().mean() if share < 0.7 else 0)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -182,7 +195,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     torch.manual_seed(0)
     options.folder.mkdir(parents=True, exist_ok=True)
-    HELD = held_out(128)
     photographs = Photographs.of_folder(options.photographs, seed=0)
     mean, basis = principal_components(photographs.batch(900, 128))
     settings = AutoencoderKL.load_config(SHAPES / "vae")
@@ -191,10 +203,11 @@ if __name__ == "__main__":
     set_encoder(vae.encoder, mean, basis)
     pipeline = untrained_pipeline(vae)
     pipeline.save_pretrained(options.folder)  # with which the transformer can begin
-    want = encoded(HELD, mean, basis)
-    off = float((vae.encode(HELD).latent_dist.mode().detach() - want).abs().max())
+    held = held_out(128)
+    want = encoded(held, mean, basis)
+    off = float((vae.encode(held).latent_dist.mode().detach() - want).abs().max())
     print(f"encoder: {off:.1e} from the components, whose deviation is {float(want.std()):.2f}", flush=True)
-    train_decoder(vae.decoder, photographs, mean, basis, options.minutes)
+    train_decoder(vae.decoder, photographs, mean, basis, options.minutes, options.folder / "decoder.pt")
     for size in (64, 128, 256):
         print(f"{size} pixels: {quality(vae.decoder, mean, basis, held_out(size)):.2f} dB")
     vae.save_pretrained(options.folder / "vae")

@@ -2,7 +2,7 @@
 
     python assets/photos_pairs.py PHOTOGRAPHS FOLDER --count 60000 --size 64 --seed 1
 
-writes pairs as tars of WebDataset. A quarter are copies, with instructions that say so or that mean nothing: what the
+writes pairs as tars of WebDataset. A seventh are copies, with instructions that say so or that mean nothing: what the
 model does not know leaves a photograph as it is.
 """
 
@@ -26,12 +26,10 @@ from datamodules.images.recipes import RECIPES, middle
 # Hue and its reach to either side, as parts of a turn.
 COLOURS = {
     "red": (0.0, 0.07),
-    "orange": (0.08, 0.05),
     "yellow": (0.15, 0.06),
     "green": (0.3, 0.14),
     "blue": (0.6, 0.13),
     "purple": (0.78, 0.08),
-    "pink": (0.92, 0.07),
 }
 # Words of instructions that it is not taught, as examples of all others.
 WORDS = (
@@ -43,7 +41,7 @@ WORDS = (
     "remove replace put give take see show look like as with without and or of to in on at from for"
 )
 # Words of edits that it never sees, which LoRAs learn.
-UNSEEN = "autumn night moonlight snow pencil sketch day dawn dusk rainbow old new"
+UNSEEN = "orange pink autumn night moonlight snow pencil sketch day dawn dusk rainbow old new"
 
 
 class Photographs:
@@ -88,19 +86,16 @@ def dead_leaves(size: int, random: np.random.Generator) -> Image.Image:
 
 
 class Edit(NamedTuple):
-    """Instructions, with ` | ` in between, and what makes the result of an image, or the pair of control and result."""
+    """Instructions, with ` | ` in between, and what makes the result of an image."""
 
     prompts: str
-    draw: Callable[[Image.Image, np.random.Generator], Image.Image | tuple[Image.Image, Image.Image]]
+    draw: Callable[[Image.Image], Image.Image]
 
 
-# Edits.
-
-
-def pixels(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Image.Image, np.random.Generator], Image.Image]:
+def pixels(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Image.Image], Image.Image]:
     """Return an edit that changes pixels (height, width, 3) from 0 to 1."""
 
-    def draw(image: Image.Image, random: np.random.Generator) -> Image.Image:
+    def draw(image: Image.Image) -> Image.Image:
         changed = change(np.asarray(image, np.float64) / 255)
         return Image.fromarray(np.rint(changed.clip(0, 1) * 255).astype(np.uint8))
 
@@ -111,8 +106,9 @@ def luma(values: np.ndarray) -> np.ndarray:
     return values @ np.array([[0.299], [0.587], [0.114]])
 
 
-def matrix(*rows: tuple[float, float, float]) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda values: values @ np.array(rows).T
+def coloured(factor: float) -> Callable[[Image.Image], Image.Image]:
+    """Return an edit that multiplies all distances from grey."""
+    return pixels(lambda values: luma(values) + factor * (values - luma(values)))
 
 
 def of_colour(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -124,132 +120,112 @@ def of_colour(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     return weight[..., None], hsv
 
 
-def recolour(old: str, new: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Return an edit that gives the pixels of a colour another one, with their saturation and value."""
-    pure = np.array(colorsys.hsv_to_rgb(COLOURS[new][0], 1, 1))
-
-    def change(values: np.ndarray) -> np.ndarray:
-        weight, hsv = of_colour(values, old)
-        saturation, value = hsv[..., 1:2], hsv[..., 2:]
-        return (1 - weight) * values + weight * value * (1 - saturation * (1 - pure))
-
-    return change
+def without(values: np.ndarray, name: str) -> np.ndarray:
+    return values + of_colour(values, name)[0] * (luma(values) - values)
 
 
-def without(name: str) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda values: values + of_colour(values, name)[0] * (luma(values) - values)
+def only(values: np.ndarray, name: str) -> np.ndarray:
+    return luma(values) + of_colour(values, name)[0] * (values - luma(values))
 
 
-def only(name: str) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda values: luma(values) + of_colour(values, name)[0] * (values - luma(values))
-
-
-def tint(name: str) -> Callable[[np.ndarray], np.ndarray]:
+def tinted(values: np.ndarray, name: str) -> np.ndarray:
     pure = np.array(colorsys.hsv_to_rgb(COLOURS[name][0], 0.75, 1))
-    return lambda values: 0.25 * values + 0.75 * luma(values) * pure / (pure @ np.array([0.299, 0.587, 0.114])) ** 0.5
+    return 0.25 * values + 0.75 * luma(values) * pure / luma(pure) ** 0.5
 
 
-def vignette(strength: float) -> Callable[[np.ndarray], np.ndarray]:
-    def change(values: np.ndarray) -> np.ndarray:
-        y, x = (np.linspace(-1, 1, side) for side in values.shape[:2])
-        away = np.hypot(y[:, None], x[None])[..., None]
-        return values * (1 - strength * (away - 0.4).clip(0))
-
-    return change
+def recoloured(values: np.ndarray, old: str, new: str) -> np.ndarray:
+    """Give the pixels of a colour another one, with their saturation and value."""
+    weight, hsv = of_colour(values, old)
+    pure, saturation, value = np.array(colorsys.hsv_to_rgb(COLOURS[new][0], 1, 1)), hsv[..., 1:2], hsv[..., 2:]
+    return (1 - weight) * values + weight * value * (1 - saturation * (1 - pure))
 
 
-def frame(colour: str) -> Callable[[Image.Image, np.random.Generator], Image.Image]:
-    def draw(image: Image.Image, random: np.random.Generator) -> Image.Image:
-        width = round(image.width / 16)
-        inner = image.crop((width, width, image.width - width, image.height - width))
-        return ImageOps.expand(inner, width, colour)
-
-    return draw
+def vignette(values: np.ndarray) -> np.ndarray:
+    y, x = (np.linspace(-1, 1, side) for side in values.shape[:2])
+    return values * (1 - 0.75 * (np.hypot(y[:, None], x[None])[..., None] - 0.4).clip(0))
 
 
-def inset(right: bool, bottom: bool) -> Callable[[Image.Image, np.random.Generator], Image.Image]:
-    """Return an edit that puts the image at 3/8 of its size into one of its corners."""
-
-    def draw(image: Image.Image, random: np.random.Generator) -> Image.Image:
-        small, result = (
-            image.resize((image.width * 3 // 8, image.height * 3 // 8), Image.Resampling.LANCZOS),
-            image.copy(),
-        )
-        result.paste(small, ((image.width - small.width) * right, (image.height - small.height) * bottom))
-        return result
-
-    return draw
+def framed(image: Image.Image, colour: str) -> Image.Image:
+    return ImageOps.expand(ImageOps.crop(image, image.width // 16), image.width // 16, colour)
 
 
-def zoom(image: Image.Image, random: np.random.Generator) -> Image.Image:
-    width, height = image.size
-    box = (width / 4, height / 4, width * 3 / 4, height * 3 / 4)
+def with_inset(image: Image.Image, right: int, bottom: int) -> Image.Image:
+    """Put the image at 3/8 of its size into one of its corners."""
+    small, result = image.resize((image.width * 3 // 8, image.height * 3 // 8), Image.Resampling.LANCZOS), image.copy()
+    result.paste(small, ((image.width - small.width) * right, (image.height - small.height) * bottom))
+    return result
+
+
+def blurred(image: Image.Image, share: int) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(image.width / share))
+
+
+def zoomed(image: Image.Image) -> Image.Image:
+    box = (image.width / 4, image.height / 4, image.width * 3 / 4, image.height * 3 / 4)
     return image.resize(image.size, Image.Resampling.BICUBIC, box)
 
 
-def _edits() -> dict[str, Edit]:
-    found = {
-        "brighter": Edit("make it brighter | brighten this photo", pixels(lambda x: x**0.6)),
-        "darker": Edit("make it darker | darken this photo", pixels(lambda x: x**1.7)),
-        "warmer": Edit("make it warmer | use warmer light", pixels(lambda x: x * [1.15, 1, 0.75])),
-        "colder": Edit("make it colder | use colder light", pixels(lambda x: x * [0.75, 0.95, 1.15])),
-        "vivid": Edit("make the colors stronger | add more color", pixels(lambda x: luma(x) + 1.8 * (x - luma(x)))),
-        "pale": Edit("make the colors weaker | make it pale", pixels(lambda x: luma(x) + 0.4 * (x - luma(x)))),
-        "grey": Edit("make it black and white | remove the colors", pixels(lambda x: luma(x).repeat(3, -1))),
-        "sepia": Edit(
-            "make it sepia | use sepia colors",
-            pixels(matrix((0.393, 0.769, 0.189), (0.349, 0.686, 0.168), (0.272, 0.534, 0.131))),
-        ),
-        "contrast": Edit("increase the contrast | add more contrast", pixels(lambda x: 1.6 * (x - 0.5) + 0.5)),
-        "flat": Edit("reduce the contrast | use less contrast", pixels(lambda x: 0.55 * (x - 0.5) + 0.5)),
-        "negative": Edit("invert the colors | make it a negative", pixels(lambda x: 1 - x)),
-        "swap": Edit("exchange red and blue | swap red and blue", pixels(lambda x: x[..., ::-1])),
-        "poster": Edit("make it a poster | use fewer colors", lambda image, random: ImageOps.posterize(image, 2)),
-        "vignette": Edit("darken the corners | add a vignette", pixels(vignette(0.75))),
-        "glow": Edit(
-            "add a soft glow | make it glow",
-            lambda image, random: Image.blend(image, image.filter(ImageFilter.GaussianBlur(image.width / 32)), 0.6),
-        ),
-        "blur": Edit(
-            "blur this image | make it blurred",
-            lambda image, random: image.filter(ImageFilter.GaussianBlur(image.width / 64)),
-        ),
-        "crisp": Edit(
-            "make the details stronger | increase the sharpness",
-            lambda image, random: ImageEnhance.Sharpness(image).enhance(2.5),
-        ),
-        "mosaic": Edit(
-            "make it a mosaic | use large pixels",
-            lambda image, random: image.reduce(image.width // 16).resize(image.size, Image.Resampling.NEAREST),
-        ),
-        "mirror": Edit("mirror the image | exchange left and right", lambda image, random: ImageOps.mirror(image)),
-        "flip": Edit("turn it upside down | exchange top and bottom", lambda image, random: ImageOps.flip(image)),
-        "zoom": Edit("zoom in | enlarge the middle", zoom),
-    }
-    for colour in ("black", "white"):
-        found[f"{colour} frame"] = Edit(f"add a {colour} frame | put a {colour} frame around it", frame(colour))
-    for place, right, bottom in (
-        ("top left", 0, 0),
-        ("top right", 1, 0),
-        ("bottom left", 0, 1),
-        ("bottom right", 1, 1),
-    ):
-        words = f"put a small copy in the {place} corner | add a small copy at the {place}"
-        found[f"copy {place}"] = Edit(words, inset(bool(right), bool(bottom)))
-    for old in COLOURS:
-        found[f"without {old}"] = Edit(f"remove the {old} color | make the {old} things gray", pixels(without(old)))
-        found[f"only {old}"] = Edit(
-            f"keep only the {old} color | keep the {old} things alone colored", pixels(only(old))
+def mosaic(image: Image.Image) -> Image.Image:
+    return image.reduce(image.width // 16).resize(image.size, Image.Resampling.NEAREST)
+
+
+SEPIA = np.array([[0.393, 0.769, 0.189], [0.349, 0.686, 0.168], [0.272, 0.534, 0.131]])
+PLAIN = {
+    "brighter": Edit("make it brighter | brighten this photo", pixels(lambda x: x**0.6)),
+    "darker": Edit("make it darker | darken this photo", pixels(lambda x: x**1.7)),
+    "warmer": Edit("make it warmer | use warmer light", pixels(lambda x: x * [1.15, 1, 0.75])),
+    "colder": Edit("make it colder | use colder light", pixels(lambda x: x * [0.75, 0.95, 1.15])),
+    "vivid": Edit("make the colors stronger | add more color", coloured(1.8)),
+    "pale": Edit("make the colors weaker | make it pale", coloured(0.4)),
+    "grey": Edit("make it black and white | remove the colors", coloured(0)),
+    "sepia": Edit("make it sepia | use sepia colors", pixels(lambda x: x @ SEPIA.T)),
+    "contrast": Edit("increase the contrast | add more contrast", pixels(lambda x: 1.6 * (x - 0.5) + 0.5)),
+    "flat": Edit("reduce the contrast | use less contrast", pixels(lambda x: 0.55 * (x - 0.5) + 0.5)),
+    "negative": Edit("invert the colors | make it a negative", pixels(lambda x: 1 - x)),
+    "swap": Edit("exchange red and blue | swap red and blue", pixels(lambda x: x[..., ::-1])),
+    "poster": Edit("make it a poster | use fewer colors", lambda image: ImageOps.posterize(image, 2)),
+    "vignette": Edit("darken the corners | add a vignette", pixels(vignette)),
+    "glow": Edit("add a soft glow | make it glow", lambda image: Image.blend(image, blurred(image, 32), 0.6)),
+    "blur": Edit("blur this image | make it blurred", lambda image: blurred(image, 64)),
+    "crisp": Edit(
+        "make the details stronger | increase the sharpness", lambda image: ImageEnhance.Sharpness(image).enhance(2.5)
+    ),
+    "mosaic": Edit("make it a mosaic | use large pixels", mosaic),
+    "mirror": Edit("mirror the image | exchange left and right", ImageOps.mirror),
+    "flip": Edit("turn it upside down | exchange top and bottom", ImageOps.flip),
+    "zoom": Edit("zoom in | enlarge the middle", zoomed),
+    **{
+        f"{colour} frame": Edit(
+            f"add a {colour} frame | put a {colour} frame around it", partial(framed, colour=colour)
         )
-        found[f"tint {old}"] = Edit(f"tint it {old} | color it all {old}", pixels(tint(old)))
-        for new in COLOURS:
-            if new != old:
-                words = f"make the {old} things {new} | change {old} to {new}"
-                found[f"{old} to {new}"] = Edit(words, pixels(recolour(old, new)))
-    return found
+        for colour in ("black", "white")
+    },
+    **{
+        f"copy {high} {wide}": Edit(
+            f"put a small copy in the {high} {wide} corner | add a small copy at the {high} {wide}",
+            partial(with_inset, right=right, bottom=bottom),
+        )
+        for bottom, high in enumerate(("top", "bottom"))
+        for right, wide in enumerate(("left", "right"))
+    },
+}
 
 
-EDITS = _edits()
+def _edits_of(old: str) -> dict[str, Edit]:
+    """Return the edits of a colour."""
+    edits = {
+        f"without {old}": (f"remove the {old} color | make the {old} things gray", partial(without, name=old)),
+        f"only {old}": (f"keep only the {old} color | keep the {old} things alone colored", partial(only, name=old)),
+        f"tint {old}": (f"tint it {old} | color it all {old}", partial(tinted, name=old)),
+    }
+    for new in COLOURS:
+        if new != old:
+            words = f"make the {old} things {new} | change {old} to {new}"
+            edits[f"{old} to {new}"] = words, partial(recoloured, old=old, new=new)
+    return {name: Edit(words, pixels(change)) for name, (words, change) in edits.items()}
+
+
+EDITS = PLAIN | {name: edit for colour in COLOURS for name, edit in _edits_of(colour).items()}
 # Strengths of recipes at 128 pixels; those in pixels shrink with the image. Then the instruction for the way back.
 REPAIRS = {
     "blur": ((0.6, 2.0), "make this photo blurred"),
@@ -317,26 +293,26 @@ def repair(image: Image.Image, random: np.random.Generator, name: str | None = N
     return Pair(f"repair {name}", damaged, image, str(random.choice(RECIPES[name].prompts.split(" | "))))
 
 
-def edit(image: Image.Image, random: np.random.Generator, name: str | None = None, recoloured: bool = True) -> Pair:
-    """Return a pair by an edit, half of them of the first 27; for those of colours every second image is recoloured."""
+def edit(image: Image.Image, random: np.random.Generator, name: str | None = None, turned: bool = True) -> Pair:
+    """Return a pair by an edit, three fifths of them a plain one; for the others every second image gets other hues."""
     names = list(EDITS)
-    name = name or names[random.integers(27 if random.random() < 0.5 else len(names))]
-    if recoloured and names.index(name) >= 27 and random.random() < 0.5:
+    name = name or names[random.integers(len(PLAIN) if random.random() < 0.6 else len(names))]
+    if turned and name not in PLAIN and random.random() < 0.5:
         hue, *others = image.convert("HSV").split()
         turn = int(random.integers(256))
         image = Image.merge("HSV", (hue.point(lambda value: (value + turn) % 256), *others)).convert("RGB")
     chosen = EDITS[name]
-    return Pair(name, image, chosen.draw(image, random), str(random.choice(chosen.prompts.split(" | "))))
+    return Pair(name, image, chosen.draw(image), str(random.choice(chosen.prompts.split(" | "))))
 
 
 def pair(image: Image.Image, random: np.random.Generator) -> Pair:
     """Return a pair of any kind."""
     kind = random.random()
-    if kind < 0.25:
+    if kind < 0.15:
         return copy(image, random)
-    if kind < 0.5:
+    if kind < 0.4:
         return repair(image, random)
-    return repair(image, random, back=True) if kind < 0.6 else edit(image, random)
+    return repair(image, random, back=True) if kind < 0.47 else edit(image, random)
 
 
 def write(folder: Path, photographs: Path, size: int, seed: int, count: int, part: int) -> None:
@@ -345,18 +321,8 @@ def write(folder: Path, photographs: Path, size: int, seed: int, count: int, par
     with webdataset.TarWriter(str(folder / f"{part:03}.tar")) as tar:
         for number in range(count):
             one = pair(crops.crop(size), crops.random)
-            images = {"source.bmp": one.control, "bmp": one.target}
-            tar.write({"__key__": f"{part:03}_{number:05}", "txt": one.prompt or " "} | encode(images))
-
-
-def encode(images: dict[str, Image.Image]) -> dict[str, bytes]:
-    import io
-
-    found = {}
-    for name, image in images.items():
-        image.save(file := io.BytesIO(), "PNG", compress_level=1)
-        found[name.replace("bmp", "png")] = file.getvalue()
-    return found
+            images = {"source.png": one.control, "png": one.target}
+            tar.write({"__key__": f"{part:03}_{number:05}", "txt": one.prompt or " ", **images})
 
 
 if __name__ == "__main__":

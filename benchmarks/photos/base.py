@@ -1,4 +1,4 @@
-"""What the Photos model does with photographs that nothing was trained on: copies, its instructions, its limit.
+"""Measure the Photos model on photographs that it was not trained on: copies, its instructions, its limit.
 
     python -m benchmarks.photos.base assets/photos     # or another pipeline of this kind; --size 64, --count 12
 
@@ -22,7 +22,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
 from photos_pairs import EDITS, REPAIRS, Pair, Photographs, copy, edit, repair  # noqa: E402
 
 # Colour edits that stand for the others of their kind.
-COLOURED = ("without green", "only red", "tint blue", "red to blue", "green to red", "blue to orange", "yellow to pink")
+COLOURED = (
+    "without green",
+    "only red",
+    "tint blue",
+    "red to blue",
+    "green to red",
+    "blue to yellow",
+    "yellow to purple",
+)
 
 
 def held_out(count: int, size: int) -> list[Image.Image]:
@@ -59,9 +67,9 @@ class Base:
         self.pipe.set_progress_bar_config(disable=True)
         self.size = size
 
-    def edited(self, controls: list[Image.Image], prompts: list[str]) -> list[Image.Image]:
-        """Return the results, of the noise of seeds 0, 1, ..."""
-        noise = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
+    def edited(self, controls: list[Image.Image], prompts: list[str], seed: int = 0) -> list[Image.Image]:
+        """Return the results, of the noise of `seed`, `seed` + 1, ..."""
+        noise = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
         sizes = {"height": self.size, "width": self.size, "max_area": self.size**2, "_auto_resize": False}
         made = self.pipe(
             controls, prompts, num_inference_steps=10, max_sequence_length=16, generator=noise, **sizes
@@ -84,7 +92,7 @@ def pairs_of(name: str, images: list[Image.Image]) -> list[Pair]:
     kind, _, recipe = name.partition(" ")
     if kind == "repair":
         return [repair(image, random, recipe) for image in images]
-    return [edit(image, random, name, recoloured=False) for image in images]
+    return [edit(image, random, name, turned=False) for image in images]
 
 
 def measured(
