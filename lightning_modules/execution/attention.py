@@ -108,13 +108,7 @@ def _register(backend: Any, unmasked: list[SDPBackend] | None) -> None:
     @wraps(own)
     def attend(**arguments: Any) -> Tensor:
         ordered: AbstractContextManager[Any] = nullcontext()
-        query = arguments["query"]
-        if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.requires_grad:
-            # PyTorch's backward pass of it takes 5 times as long in bfloat16 (2.13, Xeon with AMX).
-            full = {name: arguments[name].float() for name in ("query", "key", "value")}
-            with torch.autocast("cpu", enabled=False):
-                return attend(**arguments | full).to(query.dtype)
-        long = torch.compiler.is_compiling() or query.shape[1] >= CUDNN_EAGER
+        long = torch.compiler.is_compiling() or arguments["query"].shape[1] >= CUDNN_EAGER
         if unmasked is not None and long and arguments.get("attn_mask") is None:
             ordered = sdpa_kernel(unmasked, set_priority=True)
         with nullcontext() if _kept is None else _kept(), ordered:
