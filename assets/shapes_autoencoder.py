@@ -14,6 +14,7 @@ from random import Random
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxTransformer2DModel
+from photos_autoencoder import attend_to_previous_word
 from PIL import ImageChops
 from timm.optim import Muon
 from torch import Tensor
@@ -38,20 +39,6 @@ def untrained_pipeline() -> FluxKontextPipeline:
         tokenizer_2=AutoTokenizer.from_pretrained(SHAPES / "tokenizer_2"),
         transformer=FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(SHAPES / "transformer")),
     )
-
-
-@torch.no_grad()
-def attend_to_previous_word(encoder: T5EncoderModel) -> None:
-    """Let the first head of each layer attend to the word before, so that words know what they belong to.
-
-    Training does not find this out: position biases are small beside T5's logits, which are not scaled.
-    """
-    for block in encoder.encoder.block:
-        attention = block.layer[0].SelfAttention
-        attention.q.weight[: attention.key_value_proj_dim] = 0
-    bias = encoder.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # of all layers
-    bias[:, 0] = 0
-    bias[1, 0] = 12  # the bucket of the position before
 
 
 def drawn_batches(seed: int, count: int) -> Iterator[Tensor]:
