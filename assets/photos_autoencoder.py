@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxTransformer2DModel
-from photos_pairs import UNSEEN, WORDS, Photographs, prompts_of_edits
-from PIL import Image
+from photos_pairs import UNSEEN, WORDS, Photographs, held_out_photographs, prompts_of_edits
 from timm.optim import Muon
 from tokenizers.models import Unigram
 from torch import Tensor, nn
@@ -26,6 +25,12 @@ SHAPES = Path(__file__).with_name("shapes")
 PATCH, CHANNELS, WIDTHS = 4, 18, (32, 48, 64)
 # Constants that make the group norm's variance that of a constant: far larger than any latent.
 ANCHOR = 512.0
+
+
+def untrained_autoencoder() -> AutoencoderKL:
+    """Return an autoencoder with random weights."""
+    sizes = {"latent_channels": CHANNELS, "block_out_channels": WIDTHS, "scaling_factor": 1.0, "shift_factor": 0.0}
+    return AutoencoderKL.from_config({**AutoencoderKL.load_config(SHAPES / "vae"), **sizes})
 
 
 def untrained_pipeline(vae: AutoencoderKL) -> FluxKontextPipeline:
@@ -57,7 +62,11 @@ def untrained_pipeline(vae: AutoencoderKL) -> FluxKontextPipeline:
 
 @torch.no_grad()
 def attend_to_previous_word(encoder: T5EncoderModel) -> None:
-    """Let the first head of each layer attend to the word before: FLUX gives words no positions."""
+    """Let the first head of each layer attend to the word before, so that words know what they belong to.
+
+    FLUX gives words no positions, and training does not find this out: position biases are small beside T5's logits,
+    which are not scaled.
+    """
     for block in encoder.encoder.block:
         attention = block.layer[0].SelfAttention
         attention.q.weight[: attention.key_value_proj_dim] = 0
@@ -127,8 +136,8 @@ def train_decoder(
     """Minimize L1 + 4 MSE, at the end MSE alone, on crops of 64x64 and 128x128 by Muon.
 
     Args:
-        minutes: of the whole training, by which the rate falls.
-        state: file of the decoder and of the seconds so far, saved each minute; an existing one is continued.
+        minutes: length of the whole training, over which the learning rate falls.
+        state: file with the decoder and the seconds so far, saved each minute; training goes on from it if it exists.
     """
     decoder.to(memory_format=torch.channels_last)
     for module in decoder.modules():
@@ -180,11 +189,8 @@ def quality(decoder: nn.Module, mean: Tensor, basis: Tensor, pixels: Tensor) -> 
 
 
 def held_out(size: int) -> Tensor:
-    """Return 30 crops of scikit-image's photographs, which nothing is trained on."""
-    from skimage import data
-
-    images = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), data.stereo_motorcycle()[0]]
-    return Photographs([Image.fromarray(image) for image in images], seed=1, least=0.5).batch(30, size)
+    """Return 30 crops (30, 3, size, size) of photographs that nothing is trained on."""
+    return Photographs(held_out_photographs(), seed=1, least=0.5).batch(30, size)
 
 
 if __name__ == "__main__":
@@ -197,9 +203,7 @@ if __name__ == "__main__":
     options.folder.mkdir(parents=True, exist_ok=True)
     photographs = Photographs.of_folder(options.photographs, seed=0)
     mean, basis = principal_components(photographs.batch(900, 128))
-    settings = AutoencoderKL.load_config(SHAPES / "vae")
-    vae = AutoencoderKL.from_config({**settings, "latent_channels": CHANNELS, "block_out_channels": WIDTHS})
-    vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
+    vae = untrained_autoencoder()
     set_encoder(vae.encoder, mean, basis)
     pipeline = untrained_pipeline(vae)
     pipeline.save_pretrained(options.folder)  # with which the transformer can begin

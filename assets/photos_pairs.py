@@ -72,6 +72,14 @@ class Photographs:
         return torch.stack([to_tensor(self.crop(size)) for _ in range(count)])
 
 
+def held_out_photographs() -> list[Image.Image]:
+    """Return scikit-image's astronaut, cat, cup, rocket and motorcycle, which nothing is trained on."""
+    from skimage import data
+
+    images = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), data.stereo_motorcycle()[0]]
+    return [Image.fromarray(image) for image in images]
+
+
 def dead_leaves(size: int, random: np.random.Generator) -> Image.Image:
     """Draw discs that cover each other, with sides of a power law, in colours around a few."""
     image = Image.new("RGB", (2 * size, 2 * size))

@@ -16,7 +16,7 @@ from photos_sources import endless_sky, panorama_views
 from PIL import Image
 
 SIDE = 256
-# Photographs, some of them at the left and at the right: those with green, and those without.
+# Photographs with green, and those without.
 TRAIN = (
     "forest_01 forest_05 forest_09 sunrise_02 sunrise_10 water3 forest5 forest0 forest3 sea0 sky0 badlands8 fields0 "
     "valley5 dune4 valley8 mountain4 water1 sea6 fields6 forest_03 forest_07 sunrise_00 sunrise_06",
@@ -40,16 +40,14 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = {
-            name: (image, line) for name, image, line in chain(endless_sky(Path(folder)), panorama_views(Path(folder)))
-        }
+        found = {one.name: one for one in chain(endless_sky(Path(folder)), panorama_views(Path(folder)))}
     rows = []
     for part, (green, other) in (("train", TRAIN), ("held_out", HELD)):
         pairs = options.folder / part
         for place in ("control_images", "training_images"):
             (pairs / place).mkdir(parents=True, exist_ok=True)
         for name in f"{green} {other}".split():
-            image, line = found[name]
+            _, image, origin = found[name]
             side = min(image.size)
             left, top = (image.width - side) // 2, (image.height - side) // 2
             image = image.resize((SIDE, SIDE), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
@@ -57,6 +55,6 @@ if __name__ == "__main__":
             image.save(pairs / "control_images" / f"{name}.jpg", quality=92)
             target.save(pairs / "training_images" / f"{name}.jpg", quality=92)
             (pairs / "training_images" / f"{name}.txt").write_text("make it snow\n", encoding="utf-8")
-            rows.append((f"{part}/{name}", *line.split(",", 2)))
+            rows.append((f"{part}/{name}", *origin))
     with (options.folder / "licences.csv").open("w", encoding="utf-8", newline="") as table:
         csv.writer(table).writerows([("photograph", "source", "licence", "holder"), *rows])

@@ -3,7 +3,7 @@
     python assets/photos_sources.py FOLDER      # on Debian 12, with pip install OpenEXR
 
 FOLDER then contains PNGs, and licences.csv with the source and the licence of each. Photographs of HELD_OUT are left
-out: they show what the model does with photographs that it has never seen (assets/autumn).
+out: some show what the model does with photographs that it has never seen (assets/snow).
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -54,8 +55,14 @@ def licences(copyright_file: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def package_photographs(package: str, images: str, listed: str, folder: Path) -> Iterator[tuple[str, Image.Image, str]]:
-    """Yield name, image and licence of a package's photographs under free licences.
+class Photograph(NamedTuple):
+    name: str
+    image: Image.Image
+    origin: tuple[str, str, str]  # source, licence, holder
+
+
+def package_photographs(package: str, images: str, listed: str, folder: Path) -> Iterator[Photograph]:
+    """Yield a package's photographs under free licences.
 
     Args:
         images: their pattern in the package.
@@ -67,16 +74,16 @@ def package_photographs(package: str, images: str, listed: str, folder: Path) ->
         name = f"{listed}/{path.name}"
         licence, holder = next((rule[1:] for rule in reversed(known) if fnmatch.fnmatchcase(name, rule[0])), ("", ""))
         if licence in FREE:
-            yield path.stem, Image.open(path).convert("RGB"), f"{package}: {name},{FREE[licence]},{holder}"
+            yield Photograph(path.stem, Image.open(path).convert("RGB"), (f"{package}: {name}", FREE[licence], holder))
 
 
-def endless_sky(folder: Path) -> Iterator[tuple[str, Image.Image, str]]:
+def endless_sky(folder: Path) -> Iterator[Photograph]:
     """Yield the game's photographs of landscapes; names that end in a photographer's are not in the public domain."""
     place = "usr/share/games/endless-sky/images/land/*[0-9].jpg"
     return package_photographs("endless-sky-data", place, "images/land", folder)
 
 
-def panorama_views(folder: Path) -> Iterator[tuple[str, Image.Image, str]]:
+def panorama_views(folder: Path) -> Iterator[Photograph]:
     """Yield views of 256x256 into Blender's panoramas, 80 degrees wide."""
     import OpenEXR
 
@@ -88,8 +95,8 @@ def panorama_views(folder: Path) -> Iterator[tuple[str, Image.Image, str]]:
         pixels = (255 * np.where(bright < 0.0031308, 12.92 * bright, 1.055 * bright ** (1 / 2.4) - 0.055)).clip(0, 255)
         for number in range(12):
             yaw, pitch = np.radians(30 * number), np.radians((-15, 12)[number % 2])
-            line = f"blender-data: world/{name}.exr,CC0,Greg Zaal (Poly Haven)"
-            yield f"{name}_{number:02}", view(pixels, yaw, pitch), line
+            origin = f"blender-data: world/{name}.exr", "CC0", "Greg Zaal (Poly Haven)"
+            yield Photograph(f"{name}_{number:02}", view(pixels, yaw, pitch), origin)
 
 
 def view(panorama: np.ndarray, yaw: float, pitch: float) -> Image.Image:
@@ -116,7 +123,7 @@ if __name__ == "__main__":
     options.folder.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        (options.folder / "licences.csv").open("w", encoding="utf-8") as table,
+        (options.folder / "licences.csv").open("w", encoding="utf-8", newline="") as table,
     ):
         lines = csv.writer(table)
         lines.writerow(("file", "source", "licence", "holder"))
@@ -125,9 +132,9 @@ if __name__ == "__main__":
             package_photographs("lomiri-wallpapers-16.04", "usr/share/backgrounds/*.jpg", "16.04", Path(folder)),
             panorama_views(Path(folder)),
         ):
-            for name, image, line in photographs:
+            for name, image, origin in photographs:
                 if name in HELD_OUT.split():
                     continue
                 image.thumbnail((1280, 1280))
                 image.save(options.folder / f"{name}.png")
-                lines.writerow((f"{name}.png", *line.split(",", 2)))
+                lines.writerow((f"{name}.png", *origin))

@@ -19,7 +19,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
 
-from photos_pairs import EDITS, REPAIRS, Pair, Photographs, copy, edit, repair  # noqa: E402
+from photos_pairs import PLAIN, REPAIRS, Pair, Photographs, copy, edit, held_out_photographs, repair  # noqa: E402
 
 # Colour edits that stand for the others of their kind.
 COLOURED = (
@@ -34,11 +34,8 @@ COLOURED = (
 
 
 def held_out(count: int, size: int) -> list[Image.Image]:
-    """Return crops of scikit-image's photographs: an astronaut, a cat, a cup, a rocket, a motorcycle."""
-    from skimage import data
-
-    images = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), data.stereo_motorcycle()[0]]
-    crops = [Photographs([Image.fromarray(image)], seed, least=0.5) for seed, image in enumerate(images)]
+    """Return crops of photographs that nothing is trained on."""
+    crops = [Photographs([image], seed, least=0.5) for seed, image in enumerate(held_out_photographs())]
     return [crops[number % len(crops)].crop(size) for number in range(count)]
 
 
@@ -71,10 +68,8 @@ class Base:
         """Return the results, of the noise of `seed`, `seed` + 1, ..."""
         noise = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
         sizes = {"height": self.size, "width": self.size, "max_area": self.size**2, "_auto_resize": False}
-        made = self.pipe(
-            controls, prompts, num_inference_steps=10, max_sequence_length=16, generator=noise, **sizes
-        ).images
-        return list(made)
+        settings = {"num_inference_steps": 10, "max_sequence_length": 16, "generator": noise, **sizes}
+        return list(self.pipe(controls, prompts, **settings).images)
 
     @torch.no_grad()
     def decoded(self, images: list[Image.Image]) -> list[Image.Image]:
@@ -109,8 +104,7 @@ def measured(
 
 def names_of_edits() -> list[str]:
     """Return copies, the edits (a few of those of colours), and repairs, whose right answer is not the only one."""
-    plain = [name for name in EDITS if not any(part in name for part in (" to ", "without", "only", "tint"))]
-    return ["copy", *plain, *COLOURED, *(f"repair {name}" for name in REPAIRS if name != "border")]
+    return ["copy", *PLAIN, *COLOURED, *(f"repair {name}" for name in REPAIRS if name != "border")]
 
 
 if __name__ == "__main__":
