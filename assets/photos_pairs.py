@@ -29,7 +29,6 @@ COLOURS = {
     "yellow": (0.15, 0.06),
     "green": (0.3, 0.14),
     "blue": (0.6, 0.13),
-    "purple": (0.78, 0.08),
 }
 # Words of instructions that it is not taught, as examples of all others.
 WORDS = (
@@ -157,20 +156,15 @@ def framed(image: Image.Image, colour: str) -> Image.Image:
     return ImageOps.expand(ImageOps.crop(image, image.width // 16), image.width // 16, colour)
 
 
-def with_inset(image: Image.Image, right: int, bottom: int) -> Image.Image:
-    """Put the image at 3/8 of its size into one of its corners."""
-    small, result = image.resize((image.width * 3 // 8, image.height * 3 // 8), Image.Resampling.LANCZOS), image.copy()
-    result.paste(small, ((image.width - small.width) * right, (image.height - small.height) * bottom))
+def with_inset(image: Image.Image) -> Image.Image:
+    """Put the image at 3/8 of its size into its top left corner."""
+    result = image.copy()
+    result.paste(image.resize((image.width * 3 // 8, image.height * 3 // 8), Image.Resampling.LANCZOS))
     return result
 
 
 def blurred(image: Image.Image, share: int) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(image.width / share))
-
-
-def zoomed(image: Image.Image) -> Image.Image:
-    box = (image.width / 4, image.height / 4, image.width * 3 / 4, image.height * 3 / 4)
-    return image.resize(image.size, Image.Resampling.BICUBIC, box)
 
 
 def mosaic(image: Image.Image) -> Image.Image:
@@ -201,20 +195,12 @@ PLAIN = {
     "mosaic": Edit("make it a mosaic | use large pixels", mosaic),
     "mirror": Edit("mirror the image | exchange left and right", ImageOps.mirror),
     "flip": Edit("turn it upside down | exchange top and bottom", ImageOps.flip),
-    "zoom": Edit("zoom in | enlarge the middle", zoomed),
+    "inset": Edit("put a small copy in the corner | add a small copy", with_inset),
     **{
         f"{colour} frame": Edit(
             f"add a {colour} frame | put a {colour} frame around it", partial(framed, colour=colour)
         )
         for colour in ("black", "white")
-    },
-    **{
-        f"copy {high} {wide}": Edit(
-            f"put a small copy in the {high} {wide} corner | add a small copy at the {high} {wide}",
-            partial(with_inset, right=right, bottom=bottom),
-        )
-        for bottom, high in enumerate(("top", "bottom"))
-        for right, wide in enumerate(("left", "right"))
     },
 }
 
@@ -302,9 +288,9 @@ def repair(image: Image.Image, random: np.random.Generator, name: str | None = N
 
 
 def edit(image: Image.Image, random: np.random.Generator, name: str | None = None, turned: bool = True) -> Pair:
-    """Return a pair by an edit, three fifths of them a plain one; for the others every second image gets other hues."""
-    names = list(EDITS)
-    name = name or names[random.integers(len(PLAIN) if random.random() < 0.6 else len(names))]
+    """Return a pair by an edit, two thirds of them a plain one; for the others every second image gets other hues."""
+    names = list(PLAIN) + 3 * ["mirror", "flip"] if random.random() < 0.67 else list(EDITS)[len(PLAIN) :]
+    name = name or str(random.choice(names))
     if turned and name not in PLAIN and random.random() < 0.5:
         hue, *others = image.convert("HSV").split()
         turn = int(random.integers(256))
@@ -316,11 +302,11 @@ def edit(image: Image.Image, random: np.random.Generator, name: str | None = Non
 def pair(image: Image.Image, random: np.random.Generator) -> Pair:
     """Return a pair of any kind."""
     kind = random.random()
-    if kind < 0.15:
+    if kind < 0.14:
         return copy(image, random)
-    if kind < 0.4:
+    if kind < 0.34:
         return repair(image, random)
-    return repair(image, random, back=True) if kind < 0.47 else edit(image, random)
+    return repair(image, random, back=True) if kind < 0.4 else edit(image, random)
 
 
 def write(folder: Path, photographs: Path, size: int, seed: int, count: int, part: int) -> None:

@@ -29,7 +29,7 @@ COLOURED = (
     "red to blue",
     "green to red",
     "blue to yellow",
-    "yellow to purple",
+    "yellow to red",
 )
 
 
