@@ -7,19 +7,17 @@ targets encoded and decoded, which is the most that a result can reach.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from photos_pairs import PLAIN, REPAIRS, Pair, Photographs, copy, edit, held_out_photographs, repair
 from PIL import Image
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
-
-from photos_pairs import PLAIN, REPAIRS, Pair, Photographs, copy, edit, held_out_photographs, repair  # noqa: E402
+from benchmarks.labels import labelled, save_small, stacked
+from benchmarks.photos.runs import grid
 
 # Colour edits that stand for the others of their kind.
 COLOURED = (
@@ -107,26 +105,30 @@ def names_of_edits() -> list[str]:
     return ["copy", *PLAIN, *COLOURED, *(f"repair {name}" for name in REPAIRS if name != "border")]
 
 
+def sheet(columns: list[tuple[Pair, Image.Image]], wide: int = 8) -> Image.Image:
+    """Return photographs, results and answers below each other, under their instructions."""
+    rows = []
+    for part in (columns[start : start + wide] for start in range(0, len(columns), wide)):
+        shown = [[np.asarray(one) for one in row] for row in zip(*((a, b, c) for (_, a, c, _), b in part), strict=True)]
+        headers = [pair.prompt for pair, _ in part]
+        rows.append(labelled(grid(shown, enlarged=1), headers, ["photograph", "result", "answer"]))
+    return stacked(rows)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--count", type=int, default=15)
-    parser.add_argument("--image", type=Path, help="PNG of control, result and target of two photographs of each")
+    parser.add_argument("--image", type=Path, help="PNG of photograph, result and answer for each instruction")
     parser.add_argument("--only", nargs="*", help="names of instructions")
     options = parser.parse_args()
     base = Base(options.folder, options.size)
-    columns: list[list[Image.Image]] = []
+    columns: list[tuple[Pair, Image.Image]] = []
     print(f"{'':20}{'result':>8}{'unedited':>10}{'limit':>8}")
     for row, pairs, results in measured(base, held_out(options.count, options.size), options.only or names_of_edits()):
         print(f"{row.name:20}{row.result:8.1f}{row.unedited:10.1f}{row.limit:8.1f}", flush=True)
-        columns.append([])
-        for pair, result in list(zip(pairs, results, strict=True))[:2]:
-            columns[-1] += [pair.control, result, pair.target]
+        shown = len(columns) % len(pairs)
+        columns.append((pairs[shown], results[shown]))
     if options.image is not None:
-        size = options.size
-        sheet = Image.new("RGB", (len(columns) * (size + 2), 6 * (size + 2)))
-        for x, column in enumerate(columns):
-            for y, image in enumerate(column):
-                sheet.paste(image, (x * (size + 2), y * (size + 2)))
-        sheet.save(options.image)
+        save_small(sheet(columns), options.image)

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+from photos_pairs import EDITS as KNOWN
 from PIL import Image
 
-from benchmarks.photos.base import EDITS as KNOWN
 from benchmarks.photos.runs import (
     Figures,
     Section,

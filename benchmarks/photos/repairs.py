@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from photos_pairs import REPAIRS, Pair, repair
 from PIL import Image
 
-from benchmarks.photos.base import REPAIRS, Base, Pair, held_out, psnr, repair
+from benchmarks.photos.base import Base, held_out, psnr
 from benchmarks.photos.runs import LOADING, WORK, Figures, Section, grid, photographs, train
 from lightning_modules.pretrained.repository import PHOTOS
 
