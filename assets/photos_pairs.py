@@ -30,6 +30,8 @@ COLOURS = {
     "green": (0.3, 0.14),
     "blue": (0.6, 0.13),
 }
+# Widths and heights in eighths of the size, of about the same area.
+FORMATS = (8, 8), (10, 6), (6, 10)
 # Words of instructions that it is not taught, as examples of all others.
 WORDS = (
     "winter summer spring rain fog sunset watercolor oil painting cartoon anime comic neon fire water ice gold "
@@ -54,38 +56,33 @@ class Photographs:
     def of_folder(cls, folder: Path, seed: int) -> "Photographs":
         return cls([Image.open(path).convert("RGB") for path in sorted(folder.glob("*.png"))], seed, leaves=0.08)
 
-    def crop(self, size: int) -> Image.Image:
-        """Return a square of a photograph, of any scale at which it is not enlarged."""
+    def crop(self, width: int, height: int) -> Image.Image:
+        """Return a part of a photograph, of any scale at which it is not enlarged."""
         random = self.random
         if random.random() < self.leaves:
-            return dead_leaves(size, random)
+            return dead_leaves(width, height, random)
         image = self.images[random.integers(len(self.images))]
-        least, most = max(size, self.least * min(image.size)), min(image.size)
-        side = round(min(most, np.exp(random.uniform(np.log(least), np.log(max(least, most))))))
-        left, top = (random.integers(whole - side + 1) for whole in image.size)
-        square = image.resize((size, size), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
-        return ImageOps.mirror(square) if random.random() < 0.5 else square
+        most = min(image.width / width, image.height / height)
+        least = max(1, self.least * most)
+        scale = min(most, np.exp(random.uniform(np.log(least), np.log(max(least, most)))))
+        sides = round(scale * width), round(scale * height)
+        left, top = (random.integers(whole - side + 1) for whole, side in zip(image.size, sides, strict=True))
+        box = (left, top, left + sides[0], top + sides[1])
+        part = image.resize((width, height), Image.Resampling.LANCZOS, box)
+        return ImageOps.mirror(part) if random.random() < 0.5 else part
 
     def batch(self, count: int, size: int) -> Tensor:
         """Return crops (count, 3, size, size) in [-1, 1]."""
-        return torch.stack([to_tensor(self.crop(size)) for _ in range(count)])
+        return torch.stack([to_tensor(self.crop(size, size)) for _ in range(count)])
 
 
-def held_out_photographs() -> list[Image.Image]:
-    """Return scikit-image's astronaut, cat, cup, rocket and motorcycle, which nothing is trained on."""
-    from skimage import data
-
-    images = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), data.stereo_motorcycle()[0]]
-    return [Image.fromarray(image) for image in images]
-
-
-def dead_leaves(size: int, random: np.random.Generator) -> Image.Image:
+def dead_leaves(width: int, height: int, random: np.random.Generator) -> Image.Image:
     """Draw discs that cover each other, with sides of a power law, in colours around a few."""
-    image = Image.new("RGB", (2 * size, 2 * size))
+    image = Image.new("RGB", (2 * width, 2 * height))
     pen, palette = ImageDraw.Draw(image), random.uniform(0, 256, (random.integers(2, 9), 3))
     for _ in range(400):
-        radius = 2 * size * 0.4 * (1 + 12 * random.random()) ** -1.0
-        x, y = random.uniform(0, 2 * size, 2)
+        radius = 2 * width * 0.4 * (1 + 12 * random.random()) ** -1.0
+        x, y = random.uniform(0, image.size)
         colour = (palette[random.integers(len(palette))] + random.normal(0, 25, 3)).clip(0, 255).astype(int)
         box = (x - radius, y - radius * random.uniform(0.3, 1), x + radius, y + radius)
         (pen.ellipse if random.random() < 0.6 else pen.rectangle)(box, tuple(colour.tolist()))
@@ -310,11 +307,11 @@ def pair(image: Image.Image, random: np.random.Generator) -> Pair:
 
 
 def write(folder: Path, photographs: Path, size: int, seed: int, count: int, part: int) -> None:
-    """Write a tar of pairs."""
+    """Write a tar of pairs: every third one square, the others wide or high."""
     crops = Photographs.of_folder(photographs, seed * 1000 + part)
     with webdataset.TarWriter(str(folder / f"{part:03}.tar")) as tar:
         for number in range(count):
-            one = pair(crops.crop(size), crops.random)
+            one = pair(crops.crop(*(size * share // 8 for share in FORMATS[number % len(FORMATS)])), crops.random)
             images = {"source.png": one.control, "png": one.target}
             tar.write({"__key__": f"{part:03}_{number:05}", "txt": one.prompt or " ", **images})
 

@@ -92,7 +92,7 @@ class Change(NamedTuple):
     staying: float | None
 
     def bounds(self, decimals: int) -> str:
-        """Return `, doing nothing 11, photographs that stay 31`, as far as there are such samples."""
+        """Return `, doing nothing 11, images that stay 31`, as far as there are such samples."""
         words = {"doing nothing": self.nothing, "images that stay": self.staying}
         return "".join(f", {word} {value:.{decimals}g}" for word, value in words.items() if value is not None)
 

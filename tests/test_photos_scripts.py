@@ -46,7 +46,7 @@ def test_edits_are_exact_and_pairs_are_a_function_of_the_seed(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "assets")
     from photos_pairs import EDITS, PLAIN, Photographs, edit, held_out_photographs, pair
 
-    image = Photographs(held_out_photographs(), seed=0).crop(64)
+    image = Photographs(held_out_photographs(), seed=0).crop(64, 64)
     pixels, random = np.asarray(image, float) / 255, np.random.default_rng(0)
     for name, expected in {"brighter": pixels**0.6, "negative": 1 - pixels, "mirror": pixels[:, ::-1]}.items():
         made = edit(image, random, name)
