@@ -34,7 +34,7 @@ def pairs() -> dict[str, tuple[Image.Image, Image.Image, str]]:
         "good": (control, target, SNOW_FALLS),
         "bad: shifted": (control, with_snow(shifted), SNOW_FALLS),
         "bad: other crop": (control, with_snow(zoomed), SNOW_FALLS),
-        "bad: other light": (control, with_snow(night(control)), SNOW_FALLS),
+        "bad: other light": (control, night(with_snow(control)), SNOW_FALLS),
         "bad: identical": (control, control, SNOW_FALLS),
         "bad: swapped": (target, control, SNOW_FALLS),
         "bad: describes the image": (control, target, "rice fields in snow below a mountain"),
