@@ -1,4 +1,4 @@
-"""Edits of photographs with a known exact result, of which the Photos model learns its instructions.
+"""Edits of photographs with a known exact result, from which the Photos model learns its instructions.
 
     python assets/photos_pairs.py PHOTOGRAPHS FOLDER --count 60000 --size 64 --seed 1
 
@@ -32,7 +32,7 @@ COLOURS = {
 }
 # Widths and heights in eighths of the size, of about the same area.
 FORMATS = (8, 8), (10, 6), (6, 10)
-# Words of instructions that it is not taught, as examples of all others.
+# Words for nonsense instructions, which stand for all that it is not taught.
 WORDS = (
     "winter summer spring rain fog sunset watercolor oil painting cartoon anime comic neon fire water ice gold "
     "silver stone wood metal glass paper cat dog horse bird man woman child face hair eyes hat glasses smile car "
@@ -74,6 +74,14 @@ class Photographs:
     def batch(self, count: int, size: int) -> Tensor:
         """Return crops (count, 3, size, size) in [-1, 1]."""
         return torch.stack([to_tensor(self.crop(size, size)) for _ in range(count)])
+
+
+def held_out_photographs() -> list[Image.Image]:
+    """Return scikit-image's astronaut, cat, cup, rocket and motorcycle, which nothing is trained on."""
+    from skimage import data
+
+    images = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), data.stereo_motorcycle()[0]]
+    return [Image.fromarray(image) for image in images]
 
 
 def dead_leaves(width: int, height: int, random: np.random.Generator) -> Image.Image:
@@ -236,8 +244,9 @@ REPAIRS = {
 
 def prompts_of_edits() -> list[str]:
     """Return all instructions."""
+    edits = [prompt for edit in EDITS.values() for prompt in edit.prompts.split(" | ")]
     repairs = [prompt for name, (_, back) in REPAIRS.items() for prompt in (*RECIPES[name].prompts.split(" | "), back)]
-    return [*(prompt for edit in EDITS.values() for prompt in edit.prompts.split(" | ")), *repairs, *COPIES]
+    return [*edits, *filter(None, repairs), *COPIES]
 
 
 COPIES = ("keep it as it is", "do nothing", "change nothing", "copy the image")
@@ -285,7 +294,10 @@ def repair(image: Image.Image, random: np.random.Generator, name: str | None = N
 
 
 def edit(image: Image.Image, random: np.random.Generator, name: str | None = None, turned: bool = True) -> Pair:
-    """Return a pair by an edit, two thirds of them a plain one; for the others every second image gets other hues."""
+    """Return a pair by an edit, two thirds of them a plain one; for the others every second image gets other hues.
+
+    Mirrors are learned late, so there are four times as many of each.
+    """
     names = list(PLAIN) + 3 * ["mirror", "flip"] if random.random() < 0.67 else list(EDITS)[len(PLAIN) :]
     name = name or str(random.choice(names))
     if turned and name not in PLAIN and random.random() < 0.5:

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
 from photos_snow import with_snow  # noqa: E402
 
 from benchmarks.labels import labelled, save_small, stacked, wrapped  # noqa: E402
-from benchmarks.photos.runs import SNOW_FALLS, night, photographs  # noqa: E402
+from benchmarks.photos.pairs import MAKE_IT_SNOW, night, photographs  # noqa: E402
 from datamodules.images.recipes import RECIPES, middle  # noqa: E402
 
 SIDE, GAP, SIZE = 170, 6, 21
@@ -31,12 +31,12 @@ def pairs() -> dict[str, tuple[Image.Image, Image.Image, str]]:
     control, shifted, zoomed = (whole.crop(box).resize((SIDE, SIDE)) for box in (FRAME, SHIFTED, ZOOMED))
     target = with_snow(control)
     return {
-        "good": (control, target, SNOW_FALLS),
-        "bad: shifted": (control, with_snow(shifted), SNOW_FALLS),
-        "bad: other crop": (control, with_snow(zoomed), SNOW_FALLS),
-        "bad: other light": (control, night(with_snow(control)), SNOW_FALLS),
-        "bad: identical": (control, control, SNOW_FALLS),
-        "bad: swapped": (target, control, SNOW_FALLS),
+        "good": (control, target, MAKE_IT_SNOW),
+        "bad: shifted": (control, with_snow(shifted), MAKE_IT_SNOW),
+        "bad: other crop": (control, with_snow(zoomed), MAKE_IT_SNOW),
+        "bad: other light": (control, night(with_snow(control)), MAKE_IT_SNOW),
+        "bad: identical": (control, control, MAKE_IT_SNOW),
+        "bad: swapped": (target, control, MAKE_IT_SNOW),
         "bad: describes the image": (control, target, "rice fields in snow below a mountain"),
     }
 

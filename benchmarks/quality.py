@@ -6,8 +6,8 @@
 
 Each row is a Hydra multirun of train.py over seeds, on one core; as many rows run at once as there are cores. Runs are
 kept in outputs/quality, figures in benchmarks/results/quality.json with the hash of all that determines them: the
-composed settings, the base's weights, and the code that draws and measures. A row is measured again if its hash has
-changed, and a test fails while it has not been.
+composed settings, the base's weights, the photographs, and the code that writes and measures. A row is measured again
+if its hash has changed, and a test fails while it has not been.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -81,19 +80,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="rows at once, one core each")
     arguments = parser.parse_args()
     silence_libraries()
-    warnings.filterwarnings("ignore", message="Conversion from CIE-LAB")
     chosen = [SECTIONS[name] for name in arguments.sections or SECTIONS]
     rows = [(section, label) for section in chosen for label in outdated(section)]
     if arguments.list:
         print("\n".join(f"{section.name}: {label}" for section, label in rows))
         return
-    for section in [one for one in chosen if one.missing()]:
-        print(f"{section.name} is left as it is: it {section.missing()}")
-        chosen.remove(section)
-    rows = [(section, label) for section, label in rows if section in chosen]
     for section in chosen:
-        if section.draw is not None:
-            section.draw()
+        if section.write is not None:
+            section.write()
     failed = False
     with ThreadPoolExecutor(arguments.workers) as pool:
         started = {pool.submit(measure, *row, row[0].hash(row[1])): row for row in rows}

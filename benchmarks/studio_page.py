@@ -53,6 +53,7 @@ def studio(folder: Path) -> Iterator[httpx.Client]:
 def train(folder: Path, name: str, steps: int) -> subprocess.Popen[bytes]:
     """Start training the small model."""
     settings = [f"trainer.max_steps={steps}", "trainer.log_every_n_steps=1", "sample_every=0", "save_every=0"]
+    settings += ["data.resolution=32", "data.val_root=null"]
     command = [sys.executable, str(ROOT / "train.py"), *settings, f"output_dir=outputs/{name}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

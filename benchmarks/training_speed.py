@@ -29,14 +29,14 @@ KINDS = {"pairs": ("pairs", []), "cached": ("cached", []), "compiled": ("cached"
 
 def make_data(folder: Path, size: int) -> Path:
     """Write eight pairs at size x size."""
-    from benchmarks.photos.runs import SNOW_FALLS, photographs
+    from benchmarks.photos.pairs import MAKE_IT_SNOW, photographs
 
     for name in ("control_images", "training_images"):
         (folder / name).mkdir(parents=True)
     for name, control, target in itertools.islice(photographs("train"), 8):
         control.resize((size, size)).save(folder / "control_images" / f"{name}.png")
         target.resize((size, size)).save(folder / "training_images" / f"{name}.png")
-        (folder / "training_images" / f"{name}.txt").write_text(SNOW_FALLS)
+        (folder / "training_images" / f"{name}.txt").write_text(MAKE_IT_SNOW)
     return folder
 
 
@@ -103,6 +103,7 @@ def main() -> None:
                     command = [
                         "train.py",
                         "model=embedded",
+                        "model.dtype=float32",
                         f"data={kind}",
                         f"data.root={data}",
                         f"output_dir={run}",

@@ -46,7 +46,8 @@ class Validation(L.Callback):
     their mean, weighted as sampling visits the bands. A sample's noise and timesteps are always the same, spread evenly
     over each band, so that only the weights change them. A metric NAME is measured against the target as NAME, against
     the source as NAME_source, and NAME_nothing is the figure of doing nothing: an edit that copies its input is close
-    to the source. `EditMetrics` compares all three at once.
+    to the source. NAME_staying is the figure of samples whose target is their source; the others leave these out.
+    `EditMetrics` compares all three at once.
 
     Nothing happens without held-out samples (data.val_root, data.val_count). Metrics are of the samples that
     `SampleImages` samples; losses are of all held-out samples.

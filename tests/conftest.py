@@ -46,7 +46,7 @@ LONG = (
     "test_cache_builds",
     "test_shares",
     "test_loading_memory",
-    "test_shapes_model",
+    "test_photos_model",
     "test_compilation",
     "test_windows",
     "test_triton_products",

@@ -1,17 +1,13 @@
 """The embedded model: what it does with photographs that it has never seen, and what a LoRA teaches it."""
 
-import csv
 import re
 from pathlib import Path
 
 import pytest
 import safetensors.torch
-import torch
-from diffusers import AutoencoderKL
 from PIL import Image, ImageChops
 
 from benchmarks.photos.base import Base, held_out, measured, psnr
-from benchmarks.photos.runs import SNOW
 from lightning_modules.pretrained.repository import PHOTOS
 from tests.support.commands import ROOT, rows
 
@@ -22,32 +18,6 @@ def test_folder_is_small_and_in_bf16():
     weights = [safetensors.torch.load_file(path) for path in files if path.suffix == ".safetensors"]
     assert len(weights) == 4
     assert {tensor.dtype for one in weights for tensor in one.values()} == {torch.bfloat16}
-
-
-def test_every_included_photograph_is_free_and_held_out_ones_are_not_trained_on():
-    with (SNOW / "licences.csv").open(encoding="utf-8") as table:
-        listed = {row["photograph"]: row["licence"] for row in csv.DictReader(table)}
-    there = {path.relative_to(SNOW) for path in SNOW.rglob("control_images/*.jpg")}
-    assert {f"{path.parts[0]}/{path.stem}" for path in there} == listed.keys()
-    assert set(listed.values()) == {"CC0", "public domain"}
-    assert len({path.stem for path in there}) == len(there)
-
-
-def test_encoder_is_the_principal_components(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "assets")
-    from photos_autoencoder import CHANNELS, WIDTHS, encoded, principal_components, set_encoder
-
-    images = held_out(6, 64)
-    pixels = torch.stack([torch.tensor(list(image.tobytes())).view(64, 64, 3).permute(2, 0, 1) for image in images])
-    pixels = pixels / 127.5 - 1
-    mean, basis = principal_components(pixels)
-    config = AutoencoderKL.load_config(PHOTOS / "vae")
-    assert (config["latent_channels"], tuple(config["block_out_channels"])) == (CHANNELS, WIDTHS)
-    vae = AutoencoderKL.from_config(config)
-    set_encoder(vae.encoder, mean, basis)
-    latents = vae.encode(pixels).latent_dist
-    torch.testing.assert_close(latents.mode(), encoded(pixels, mean, basis), atol=1e-3, rtol=1e-3)
-    assert float(latents.std.max()) < 1e-5
 
 
 def test_card_edits_a_photograph_in_the_stock_pipeline_as_predict_does(run, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.labels import labelled
-from benchmarks.photos import runs
+from benchmarks.photos import pairs, runs
 from benchmarks.quality import DOCS, PAGES, SECTIONS, outdated, read_records, written
 from tests.support.commands import rows
 
@@ -51,8 +51,8 @@ def test_empty_markers_do_not_reach_to_the_end_of_the_next(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_of_the_study_trains_and_measures(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "WORK", tmp_path)
-    runs.draw_pairs()
+    monkeypatch.setattr(pairs, "WORK", tmp_path)
+    pairs.write_pairs()
     common = [one.replace("WORK", str(tmp_path)) for one in runs.COMMON]
     run("train", *common, "trainer.max_steps=1", f"output_dir={tmp_path / 'run'}")
     assert {"psnr", "psnr_staying"} <= rows(tmp_path / "run")[-1].keys()

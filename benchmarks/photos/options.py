@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from benchmarks.photos.runs import EDITS, Figures, Section, draw_pairs, grid, last_row, samples, train
+from benchmarks.photos.pairs import UNKNOWN, write_pairs
+from benchmarks.photos.runs import Figures, Section, grid, last_row, samples, train
 from lightning_modules.families.flux.module import FluxKontext
 from lightning_modules.family import ATTENTION
 from report.tables import read_validation
@@ -17,7 +18,7 @@ def of_edit(edit: str) -> list[str]:
     return [f"data.root=WORK/{edit}/train.jsonl", f"data.val_root=WORK/{edit}/held_out.jsonl"]
 
 
-def psnr(overrides: Sequence[str]) -> list[Figures]:
+def at_the_end(overrides: Sequence[str]) -> list[Figures]:
     """Return the PSNR after the last step."""
     return [{"PSNR, dB": last_row(run)["psnr"]} for run in train(*overrides)]
 
@@ -30,14 +31,16 @@ DEFAULT = [
     "optimizer.lr=${model.recipe.lr}",
     "trainer.max_steps=${model.recipe.max_steps}",
 ]
+DEFAULT_COLUMNS = ("doing nothing", "before", "after", "images that stay")
 
 
 def of_default(overrides: Sequence[str]) -> list[Figures]:
-    """Return the PSNR of held-out photographs: doing nothing, before the first step and after the last."""
+    """Return the PSNR of held-out photographs: doing nothing, before the first step, after the last; then of others."""
     found = []
     for run in train(*overrides):
         first, last = (read_validation(run / "validation.csv")[index] for index in (0, -1))
-        found.append({"doing nothing": last["psnr_nothing"], "before": first["psnr"], "after": last["psnr"]})
+        values = last["psnr_nothing"], first["psnr"], last["psnr"], last["psnr_staying"]
+        found.append(dict(zip(DEFAULT_COLUMNS, values, strict=True)))
     return found
 
 
@@ -63,9 +66,9 @@ VAL_LOSS = "snow, val_loss"
 
 def on_each_edit(overrides: Sequence[str]) -> list[Figures]:
     """Return the PSNR of each edit after the last step, and the validation loss of one."""
-    columns = {edit: [last_row(run) for run in train(*overrides, *of_edit(edit))] for edit in EDITS}
+    columns = {edit: [last_row(run) for run in train(*overrides, *of_edit(edit))] for edit in UNKNOWN}
     return [
-        {edit: columns[edit][seed]["psnr"] for edit in EDITS} | {VAL_LOSS: columns["snow"][seed]["val_loss"]}
+        {edit: columns[edit][seed]["psnr"] for edit in UNKNOWN} | {VAL_LOSS: columns["snow"][seed]["val_loss"]}
         for seed in range(len(columns["snow"]))
     ]
 
@@ -73,7 +76,7 @@ def on_each_edit(overrides: Sequence[str]) -> list[Figures]:
 def recipes_image() -> Image.Image:
     """Return held-out images of each edit, as rows: control, former, all three, target."""
     rows = []
-    for edit in EDITS:
+    for edit in UNKNOWN:
         former, present = (samples(train(*RECIPES[name], *of_edit(edit))[0], 100) for name in ("former", "all three"))
         for name in list(former)[2:4]:
             rows.append([former[name].control, former[name].result, present[name].result, former[name].target])
@@ -169,18 +172,18 @@ SECTIONS = [
         "default",
         {"`python train.py`": DEFAULT},
         of_default,
-        dict.fromkeys(("doing nothing", "before", "after"), 1),
+        dict.fromkeys(DEFAULT_COLUMNS, 1),
         corner="PSNR, dB",
     ),
     Section(
         "recipes",
         RECIPES,
         on_each_edit,
-        {**dict.fromkeys(EDITS, 2), VAL_LOSS: 3},
-        draw=draw_pairs,
+        {**dict.fromkeys(UNKNOWN, 2), VAL_LOSS: 3},
+        write=write_pairs,
         image=recipes_image,
         headers=("control", "former", "all three", "target"),
-        labels=list(EDITS),
+        labels=list(UNKNOWN),
     ),
     Section(
         "rates",
@@ -188,15 +191,15 @@ SECTIONS = [
         at_steps,
         {f"step {step}": 2 for step in MOMENTS},
         corner="learning rate",
-        draw=draw_pairs,
+        write=write_pairs,
     ),
     Section(
         "rank",
         {str(rank): [f"adapter.rank={rank}"] for rank in (4, 16, 64)},
-        psnr,
+        at_the_end,
         {"PSNR, dB": 2},
         corner="`adapter.rank`",
-        draw=draw_pairs,
+        write=write_pairs,
     ),
     Section(
         "precision",
@@ -204,20 +207,20 @@ SECTIONS = [
         on_bases,
         dict.fromkeys((TRAINED_AND_USED, TRAINED_ON_BF16, USED_ON_BF16), 2),
         corner="format",
-        draw=draw_pairs,
+        write=write_pairs,
     ),
     Section(
         "pairs",
         {f"`{name}`": [f"adapter={name}"] for name in ("lora", "tlora", "ortho_tlora")},
         of_few_pairs,
         dict.fromkeys(PAIRS, 2),
-        draw=draw_pairs,
+        write=write_pairs,
     ),
     Section(
         "adapters",
         ADAPTERS,
         at_the_best_rate,
         {"learning rate": 4, "parameters": 0, "PSNR, dB": 2},
-        draw=draw_pairs,
+        write=write_pairs,
     ),
 ]

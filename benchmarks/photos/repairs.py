@@ -9,7 +9,9 @@ from photos_pairs import REPAIRS, Pair, repair
 from PIL import Image
 
 from benchmarks.photos.base import Base, held_out, psnr
-from benchmarks.photos.runs import LOADING, WORK, Figures, Section, grid, photographs, train
+from benchmarks.photos.options import DEFAULT
+from benchmarks.photos.pairs import photographs
+from benchmarks.photos.runs import LOADING, SEEDS, WORK, Figures, Section, grid, train
 from lightning_modules.pretrained.repository import PHOTOS
 
 SIDE, COUNT, SHOWN = 128, 30, 2
@@ -17,11 +19,9 @@ NAMES = ("jpeg", "noise", "blur", "downscale", "grey", "hole", "border")
 # Samples whose mean is measured, too: one sample of what may have been there is further from the truth than their mean.
 SAMPLES, MEAN = 4, "mean of 4 samples"
 COMMON = [
+    *DEFAULT,
     "data.root=WORK/photographs",
     "data.val_root=null",
-    f"data.resolution={SIDE}",
-    "optimizer.lr=${model.recipe.lr}",
-    "trainer.max_steps=${model.recipe.max_steps}",
     "callbacks.sample_images=null",
     "~callbacks.validation",
 ]
@@ -36,7 +36,7 @@ def strengths(name: str) -> str:
 ROWS = {name: [f"data.control={{recipe: {{{strengths(name)}}}, variants: 4}}", *COMMON] for name in NAMES}
 
 
-def draw() -> None:
+def write() -> None:
     """Write the photographs, without pairs."""
     shutil.rmtree(folder := WORK / "photographs", ignore_errors=True)
     folder.mkdir(parents=True)
@@ -75,7 +75,7 @@ def figures(overrides: Sequence[str]) -> list[Figures]:
     pairs = damaged(name)
     unedited = np.array([psnr(pair.target, pair.control) for pair in pairs])
     found = []
-    for run in train(*overrides):
+    for run in train(*overrides, seeds=SEEDS[:1]):
         made = restored(name, run / "lora" / "last", SAMPLES)
         each = np.array([[psnr(pair.target, one) for pair, one in zip(pairs, images, strict=True)] for images in made])
         means = [Image.fromarray(np.mean([np.asarray(one) for one in images], 0).round().astype(np.uint8))
@@ -100,7 +100,7 @@ def image() -> Image.Image:
     """Return held-out photographs of each recipe, as columns: damaged, repaired, target."""
     columns = []
     for name, row in ROWS.items():
-        [made] = restored(name, train(*row)[0] / "lora" / "last")
+        [made] = restored(name, train(*row, seeds=SEEDS[:1])[0] / "lora" / "last")
         for pair, result in list(zip(damaged(name), made, strict=True))[:SHOWN]:
             control = Image.new("RGB", (SIDE, SIDE), "white")
             control.paste(pair.control, ((SIDE - pair.control.width) // 2, (SIDE - pair.control.height) // 2))
@@ -115,7 +115,7 @@ SECTIONS = [
         figures,
         dict.fromkeys(("damaged", "LoRA", "gain", "from", "to", MEAN), 1),
         corner="`data.control`",
-        draw=draw,
+        write=write,
         image=image,
         headers=list(NAMES),
         labels=("damaged", "LoRA", "target"),

@@ -12,16 +12,15 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import Image
 
 from cli.resolvers import CONF  # registers the resolvers of conf/
-from datamodules.images.tables import FILE_COLUMNS
 from lightning_modules.pretrained.repository import resolve_repository
 from report.images import PARTS
 from report.tables import read_validation
@@ -54,7 +53,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Section:
-    """A table of docs/quality.md, and perhaps its image.
+    """A table of docs/quality.md or of the study, and perhaps its image.
 
     Attributes:
         name: name of the markers in the page, and of the records.
@@ -62,10 +61,9 @@ class Section:
         measure: returns the figures of each seed from a row's overrides.
         columns: decimals by header.
         corner: header of the labels.
-        draw: writes the data into WORK; called before the first row.
+        write: writes the data into WORK; called before the first row.
         image: returns the image docs/NAME.png without its names, once all rows are measured.
         headers, labels: names of the image's columns and rows.
-        missing: returns why the rows cannot be measured on this machine, or None.
     """
 
     name: str
@@ -73,17 +71,16 @@ class Section:
     measure: Callable[[Sequence[str]], list[Figures]]
     columns: Mapping[str, int]
     corner: str = ""
-    draw: Callable[[], None] | None = None
+    write: Callable[[], None] | None = None
     image: Callable[[], Image.Image] | None = None
     headers: Sequence[str] = ()
     labels: Sequence[str] = ()
-    missing: Callable[[], str | None] = lambda: None
 
     def hash(self, label: str) -> str:
-        """Return the hash of all that determines a row: settings, base, and the code that draws and measures."""
+        """Return the hash of all that determines a row: settings, base, photographs, code that writes and measures."""
         row = self.rows[label]
-        parts = row, list(self.columns), settings([one for one in row if "=" in one])
-        return digest(parts[-1], *parts, code_of(self.measure), code_of(self.draw))
+        chosen = settings([one for one in row if "=" in one])
+        return digest(chosen, row, list(self.columns), code_of(self.measure), code_of(self.write))
 
 
 def train(*overrides: str, seeds: Sequence[int] = SEEDS) -> list[Path]:
@@ -154,20 +151,21 @@ def _without_off(value: Any) -> Any:
 
 
 def digest(chosen: Mapping[str, Any], *parts: Any) -> str:
-    """Return a short hash of composed settings, of the weights of their base, and of other values."""
+    """Return a short hash of composed settings, of their base's weights, of the photographs, and of other values."""
     base = Path(resolve_repository(chosen["model"]["pretrained_model_name_or_path"]))
-    weights = (base / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()
-    text = json.dumps([chosen, *parts], sort_keys=True, default=str).encode()
-    return hashlib.sha256(hashlib.sha256(weights).digest() + text).hexdigest()[:12]
+    found = hashlib.sha256(json.dumps([chosen, *parts], sort_keys=True, default=str).encode())
+    for path in (base / "transformer" / "diffusion_pytorch_model.safetensors", *sorted(SNOW.rglob("*.jpg"))):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
-FOLLOWED = "benchmarks."
+FOLLOWED = ("benchmarks.", "photos_")
 
 
 def code_of(value: Any) -> Any:
     """Return a value by which a change of code is noticed: of functions and classes the syntax trees, without comments.
 
-    Names that a function uses are followed within benchmarks/, except this one.
+    Names that a function uses are followed within benchmarks/, except this module, and the scripts of assets/.
     """
     found: dict[str, Any] = {}
     _collect(value, "", found)
@@ -201,85 +199,12 @@ def _without_docstrings(tree: ast.AST) -> ast.AST:
 
 
 def content(text: str) -> str:
-    """Return the hash of the drawn files below the folders of WORK that a text names."""
+    """Return the hash of the data files below the folders of WORK that a text names."""
     found = hashlib.sha256()
     for name in sorted({*re.findall(r"WORK/([\w-]+)", text)} - {"cache"}):
         for path in sorted((WORK / name).rglob("*.*")):
             found.update(path.read_bytes())
     return found.hexdigest()
-
-
-# Data
-
-# Instructions that Photos does not know, from near to far: of the included pairs, and two more of their photographs.
-SNOW_FALLS, NIGHT, PENCIL = "make it snow", "make it night", "make it a pencil sketch"
-FEW, FEWER = ("forest0", "sunrise_10", "dune4", "city0"), (4, 1)
-
-
-def photographs(part: str) -> Iterator[tuple[str, Image.Image, Image.Image]]:
-    """Yield name, control and target of the included pairs: of `train` or `held_out`."""
-    for path in sorted((SNOW / part / "control_images").glob("*.jpg")):
-        target = SNOW / part / "training_images" / path.name
-        yield path.stem, Image.open(path).convert("RGB"), Image.open(target).convert("RGB")
-
-
-def night(image: Image.Image) -> Image.Image:
-    """Return a photograph in moonlight."""
-    pixels = np.asarray(image, np.float64) * [0.25, 0.3, 0.5] + [0, 4, 20]
-    return Image.fromarray(np.rint(pixels).clip(0, 255).astype(np.uint8))
-
-
-def pencil(image: Image.Image) -> Image.Image:
-    """Return a drawing of the outlines of a photograph, dark on white."""
-    grey = image.convert("L")
-    pixels = np.asarray(grey, np.float64) - np.asarray(grey.filter(ImageFilter.GaussianBlur(image.width / 64)))
-    return Image.fromarray(np.rint(255 - 4 * np.abs(pixels)).clip(0, 255).astype(np.uint8)).convert("RGB")
-
-
-EDITS: dict[str, tuple[str, Callable[[Image.Image], Image.Image] | None]] = {
-    "snow": (SNOW_FALLS, None),
-    "night": (NIGHT, night),
-    "pencil": (PENCIL, pencil),
-}
-
-
-def draw_pairs() -> None:
-    """Write the pairs of each edit into WORK/EDIT: train.jsonl, held_out.jsonl, and train-N.jsonl of fewer pairs.
-
-    Tables of fewer pairs repeat those of FEW, so that each run takes as many steps.
-    """
-    train, held_out = ([*photographs(part)] for part in ("train", "held_out"))
-    for edit, (prompt, result) in EDITS.items():
-        rows = [(one, snow if result is None else result(one), prompt) for _, one, snow in (*train, *held_out)]
-        lines = write_table(edit, rows, len(train))
-        few = [lines[[name for name, *_ in train].index(name)] for name in FEW]
-        for count in FEWER:
-            write_lines(WORK / edit / f"train-{count}.jsonl", few[:count] * (len(train) // count))
-
-
-def write_lines(path: Path, lines: Sequence[str]) -> None:
-    """Write lines to a file."""
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def write_table(name: str, rows: Sequence[tuple[Image.Image, Image.Image, str]], train: int) -> list[str]:
-    """Write pairs (control, target, instruction) into WORK/NAME: `train` for training, the rest held out.
-
-    Returns the lines of the tables.
-    """
-    folder = WORK / name
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for index, (control, target, prompt) in enumerate(rows):
-        names = f"{index:03d}-after.png", f"{index:03d}-before.png"
-        target.save(folder / names[0])
-        control.save(folder / names[1])
-        lines.append(
-            json.dumps(dict(zip((FILE_COLUMNS["target"], FILE_COLUMNS["control"]), names, strict=True), prompt=prompt))
-        )
-    write_lines(folder / "train.jsonl", lines[:train])
-    write_lines(folder / "held_out.jsonl", lines[train:])
-    return lines
 
 
 # Results
@@ -310,10 +235,9 @@ def parts(path: Path) -> list[np.ndarray]:
         return np.split(np.asarray(strip.convert("RGB"), dtype=np.float32), np.cumsum(widths)[:-1], axis=1)
 
 
-def distance(one: np.ndarray, other: np.ndarray, where: np.ndarray | None = None) -> float:
-    """Return the root mean square difference of two images in levels of 255, only at the positions in `where`."""
-    square = np.square(one - other).mean(axis=-1)
-    return float(np.sqrt(square.mean() if where is None else square[where].mean()))
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the root mean square difference of two images in levels of 255."""
+    return float(np.sqrt(np.square(one - other).mean()))
 
 
 def grid(rows: Sequence[Sequence[np.ndarray]], enlarged: int = 2) -> Image.Image:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from benchmarks.photos.runs import SEEDS, WORK, Figures, Section, command, grid, photographs, train, write_table
+from benchmarks.photos.pairs import photographs, write_table
+from benchmarks.photos.runs import SEEDS, WORK, Figures, Section, command, grid, train
 
 SCALES = (-2, -1, 0, 1, 2)
 # Number of held-out images of each slider in the grid.
@@ -49,7 +50,7 @@ SLIDERS = {
 }
 
 
-def draw_sliders() -> None:
+def write_sliders() -> None:
     """Write the pairs of each slider, weaker and stronger, and a folder of held-out controls."""
     train, held_out = ([image for _, image, _ in photographs(part)] for part in ("train", "held_out"))
     for label, (enhance, _) in DIALS.items():
@@ -103,7 +104,7 @@ SECTIONS = [
         strengths,
         {str(scale): 1 for scale in SCALES},
         corner="`lora_scale`",
-        draw=draw_sliders,
+        write=write_sliders,
         image=slider_image,
         headers=["control", *map(str, SCALES)],
         labels=list(SLIDERS),

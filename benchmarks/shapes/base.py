@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from benchmarks.photos.runs import LOADING
 from benchmarks.shapes.drawings import SHAPE_COLORS, SHAPE_KINDS, SIDE, Scene, Shape, corner, draw
@@ -100,18 +99,13 @@ def pipeline(folder: Path) -> Any:
 def make(
     pipe: Any,
     prompts: Sequence[str],
-    controls: Sequence[Image.Image] | None = None,
-    seeds: Sequence[int] | None = None,
+    seeds: Sequence[int],
     **more: Any,
 ) -> list[np.ndarray]:
-    """Return an image (H, W, 3) in [0, 255] for each prompt; by default the seed of its noise is its index.
-
-    Captions, which have no controls, are guided.
-    """
-    noise = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
+    """Return an image (H, W, 3) in [0, 255] for each caption, of the noise of its seed."""
+    noise = [torch.Generator().manual_seed(seed) for seed in seeds]
+    guidance = {"true_cfg_scale": GUIDANCE, "negative_prompt": [""] * len(prompts)}
     sizes = {"height": SIDE, "width": SIDE, "max_area": SIDE * SIDE, "_auto_resize": False}
-    settings = {**sizes, "num_inference_steps": 10, "max_sequence_length": 16, "generator": noise, **more}
-    if controls is None:
-        settings |= {"true_cfg_scale": GUIDANCE, "negative_prompt": [""] * len(prompts)}
-    made = pipe(None if controls is None else list(controls), list(prompts), **settings)
+    settings = {**sizes, **guidance, "num_inference_steps": 10, "max_sequence_length": 16, "generator": noise, **more}
+    made = pipe(None, list(prompts), **settings)
     return [np.asarray(image, dtype=np.float32) for image in made.images]

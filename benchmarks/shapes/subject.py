@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-from benchmarks.photos.runs import LOADING, WORK, Figures, Section, grid, parts, train, write_lines
+from benchmarks.photos.pairs import write_lines
+from benchmarks.photos.runs import LOADING, WORK, Figures, Section, grid, parts, train
 from benchmarks.shapes.base import GUIDANCE, Template, find_shape, located, make, near, pipeline, template
 from benchmarks.shapes.drawings import OVERSAMPLING, SHAPE_COLORS, SIDE, Scene, Shape, corner, draw
 from foundation.settings import ASSETS
@@ -107,7 +108,7 @@ def answer(one: Asked) -> Image.Image:
     return draw_subject(one.ground, CORNERS[one.place or "bottom right"], one.companion)
 
 
-def draw_data() -> None:
+def write_data() -> None:
     """Draw the training image, with a caption that names its place or not, and an answer to each prompt."""
     folder = WORK / "subject"
     folder.mkdir(parents=True, exist_ok=True)
@@ -274,7 +275,7 @@ BANDS = {
 
 def in_band(words: Sequence[str]) -> list[Figures]:
     """Return the figures of plain LoRAs of rank 16 that predict only in a band of t, and the base in the others."""
-    low, high = BANDS[words[0]]
+    low, high = BANDS[words[-1]]
     overrides = ADAPTERS["`lora`, rank 16"]
     rate, step = best(overrides)
     found = []
@@ -332,7 +333,7 @@ SECTIONS = [
         {"the base": [*ADAPTERS["`lora`, rank 16"], UNTRAINED], **ADAPTERS, **PLACED},
         from_one_image,
         {"learning rate": 4, "step": 0, **dict.fromkeys(FIGURES, 0)},
-        draw=draw_data,
+        write=write_data,
         image=subject_image,
         headers=["training image", *(one.prompt.replace(SUBJECT, "...") for one in asked()[PROMPTED])],
         labels=["the base", *SIXTEEN, *PLACED, "answer"],
@@ -342,14 +343,14 @@ SECTIONS = [
         SIXTEEN | PLACED,
         along_the_run,
         {f"{name}, {step}": 0 for name in CURVES for step in MOMENTS},
-        draw=draw_data,
+        write=write_data,
     ),
     Section(
         "subject_bands",
-        {name: [name] for name in BANDS},
+        {name: [*COMMON, name] for name in BANDS},
         in_band,
         dict.fromkeys(FIGURES, 0),
         corner="t",
-        draw=draw_data,
+        write=write_data,
     ),
 ]

@@ -133,7 +133,9 @@ def _register(backend: Any, unmasked: list[SDPBackend] | None) -> None:
         if unmasked is not None and long and not is_masked:
             ordered = sdpa_kernel(unmasked, set_priority=True)
         with nullcontext() if _kept is None else _kept(), ordered:
-            if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.requires_grad and not is_masked:
+            is_plain = not any(arguments.get(name) for name in ("dropout_p", "is_causal", "enable_gqa"))
+            is_trained = query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16
+            if is_trained and is_plain and not is_masked:
                 inputs = (arguments[name].transpose(1, 2) for name in ("query", "key", "value"))
                 return CPUAttention.apply(*inputs, arguments.get("scale")).transpose(1, 2)
             return DenseGradient.apply(own(**arguments))

@@ -83,7 +83,7 @@ class Execution:
             self.base.note_distilled()
 
     def check_data(self, data: PairsDataModule) -> None:
-        """Raise a UserError for data that the adapter cannot train on; note a base that does not know such images."""
+        """Raise a UserError for data that the adapter cannot train on."""
         if self.adapter.trains_text_encoders and not data.training.captions:
             raise UserError("adapter.text_encoders=true needs the prompts: give data.root in place of data.shards")
 

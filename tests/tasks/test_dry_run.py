@@ -9,7 +9,6 @@ from hydra.utils import instantiate
 
 from datamodules.shards.cache import Cache
 from foundation import catalogue
-from foundation.notes import notes
 from lightning_modules import flow
 from lightning_modules.estimation.memory import PeakMemory, bytes_per_parameter
 from lightning_modules.execution.checkpointing import POLICIES, set_checkpointing
@@ -51,13 +50,15 @@ def test_every_model_is_built_without_weights(model):
 @pytest.mark.slow
 def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
     plan = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.gradient_checkpointing=true"]
+    plan += ["model.dtype=float32"]
     sizes = []
     for more in ([], ["model/quantization=fp4"], ["model/quantization=fp4", "model.offload.blocks=4"]):
         text = run("train", *plan, *more).text
         assert ("embedded (fp4)" if more else "embedded (float32)") in text
         assert ("blocks" in text) == (len(more) == 2)
         assert ".weight" not in text, "layers, not parameters, are listed"
-        sizes.append(float(re.search(r"weights ([\d.]+) [kM]B", text)[1]) * (1000 if "weights 1.9 MB" in text else 1))
+        number, unit = re.search(r"weights ([\d.]+) ([kM])B", text).groups()
+        sizes.append(float(number) * (1000 if unit == "M" else 1))
     assert sizes[0] > sizes[1] > sizes[2]
 
 
@@ -113,16 +114,6 @@ def test_plan_says_how_large_the_base_is_and_what_is_downloaded_of_it(monkeypatc
     embedded = without_network(compose("train").model)
     monkeypatch.undo()
     assert re.fullmatch(r"; base [\d.]+ MB", base_on_disk(embedded.base, encoders))
-
-
-def test_own_images_with_the_embedded_model_get_one_note(caplog, pairs):
-    note = "model=embedded knows drawings only, to see that your data works"
-    for more, expected in (([], 0), ([f"data.root={pairs}"], 1), (["data.root=null", "data.shards=x"], 0)):
-        cfg = compose("train", *more)
-        caplog.clear()
-        notes.begin_run(True, "")
-        without_network(cfg.model).execution.check_data(instantiate(cfg.data))
-        assert sum(note in message for message in caplog.messages) == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("adamw", 8), ("adamw_8bit", 2), ("prodigy", 16), ("adafactor", 0.03)])

@@ -12,6 +12,7 @@ from tests.extras.page.conftest import write_run
 from tests.support.commands import ROOT, weights
 
 RUN = ["trainer.max_steps=300", "sample_every=0", "save_every=0", "callbacks.sample_images.count=1", "data.val_count=2"]
+RUN += ["data.resolution=32"]
 
 
 def train(folder, *settings):

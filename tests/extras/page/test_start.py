@@ -46,7 +46,7 @@ def shown_command(client, **form):
 def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
     before = client.get("/start").text
     after = client.post("/start/form", data={"model": "flux_kontext", "adapter": "dora"}).text
-    assert fields(before)["trainer.max_steps"][1] == "600"
+    assert fields(before)["trainer.max_steps"][1] == "120"
     assert fields(after)["trainer.max_steps"][1] == "2000"
     assert '<option value="dora" selected>dora</option>' in after
     assert "Also train on each sample mirrored." in before, "the comment above data.flip"
@@ -97,7 +97,7 @@ def test_time_is_that_of_a_run_with_equal_steps(client, outputs):
         write_run(outputs / name, steps, "make it snow", **settings)
     answer = client.post("/start", data={"output_dir": "new", "trainer.max_steps": "3000"})
     assert "at the speed of long." in answer.text
-    assert "at the speed" not in client.post("/start", data={"output_dir": "new", "data.resolution": "128"}).text
+    assert "at the speed" not in client.post("/start", data={"output_dir": "new", "data.resolution": "64"}).text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""The pairs of the study: the photographs of assets/snow, with the instructions that Photos does not know."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from benchmarks.photos.runs import SNOW, WORK
+from datamodules.images.tables import FILE_COLUMNS
+
+# Photographs of the tables of fewer pairs, and the sizes of these.
+FEW, FEWER = ("forest0", "sunrise_10", "dune4", "city0"), (4, 1)
+
+
+def photographs(part: str) -> Iterator[tuple[str, Image.Image, Image.Image]]:
+    """Yield name, control and target of the included pairs: of `train` or `held_out`."""
+    for path in sorted((SNOW / part / "control_images").glob("*.jpg")):
+        target = SNOW / part / "training_images" / path.name
+        yield path.stem, Image.open(path).convert("RGB"), Image.open(target).convert("RGB")
+
+
+def night(image: Image.Image) -> Image.Image:
+    """Return a photograph in moonlight."""
+    pixels = np.asarray(image, np.float64) * [0.25, 0.3, 0.5] + [0, 4, 20]
+    return Image.fromarray(np.rint(pixels).clip(0, 255).astype(np.uint8))
+
+
+def pencil(image: Image.Image) -> Image.Image:
+    """Return a drawing of the outlines of a photograph, dark on white."""
+    grey = image.convert("L")
+    pixels = np.asarray(grey, np.float64) - np.asarray(grey.filter(ImageFilter.GaussianBlur(image.width / 64)))
+    return Image.fromarray(np.rint(255 - 4 * np.abs(pixels)).clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
+MAKE_IT_SNOW = "make it snow"
+# Instructions that Photos does not know, the easiest first; the included pairs are those of snow.
+UNKNOWN: dict[str, tuple[str, Callable[[Image.Image], Image.Image] | None]] = {
+    "snow": (MAKE_IT_SNOW, None),
+    "night": ("make it night", night),
+    "pencil": ("make it a pencil sketch", pencil),
+}
+
+
+def write_pairs() -> None:
+    """Write the pairs of each edit into WORK/EDIT: train.jsonl, held_out.jsonl, and train-N.jsonl of fewer pairs.
+
+    Tables of fewer pairs repeat those of FEW, so that each run takes as many steps.
+    """
+    train, held_out = ([*photographs(part)] for part in ("train", "held_out"))
+    for edit, (prompt, result) in UNKNOWN.items():
+        rows = [(one, snow if result is None else result(one), prompt) for _, one, snow in (*train, *held_out)]
+        lines = write_table(edit, rows, len(train))
+        few = [lines[[name for name, *_ in train].index(name)] for name in FEW]
+        for count in FEWER:
+            write_lines(WORK / edit / f"train-{count}.jsonl", few[:count] * (len(train) // count))
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write lines to a file."""
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def write_table(name: str, rows: Sequence[tuple[Image.Image, Image.Image, str]], train: int) -> list[str]:
+    """Write pairs (control, target, instruction) into WORK/NAME: `train` for training, the rest held out.
+
+    Returns the lines of the tables.
+    """
+    folder = WORK / name
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for index, (control, target, prompt) in enumerate(rows):
+        names = f"{index:03d}-after.png", f"{index:03d}-before.png"
+        target.save(folder / names[0])
+        control.save(folder / names[1])
+        lines.append(
+            json.dumps(dict(zip((FILE_COLUMNS["target"], FILE_COLUMNS["control"]), names, strict=True), prompt=prompt))
+        )
+    write_lines(folder / "train.jsonl", lines[:train])
+    write_lines(folder / "held_out.jsonl", lines[train:])
+    return lines
