@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 from PIL import Image, ImageChops
 
 from benchmarks.photos.base import Base, held_out, measured, psnr
