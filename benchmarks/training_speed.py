@@ -103,7 +103,6 @@ def main() -> None:
                     command = [
                         "train.py",
                         "model=embedded",
-                        "model.dtype=float32",
                         f"data={kind}",
                         f"data.root={data}",
                         f"output_dir={run}",

@@ -26,7 +26,16 @@ SIGNED = b"# written by this machine: "
 KEY_LETTERS = 64
 # The functions of interpolations that a stranger's settings may use: those of `cli.resolvers`, and OmegaConf's that
 # reads another setting. Its others read the environment, or make settings of a text.
-OUR_RESOLVERS = ("work_folder", "when", "warmup_steps", "program", "listed_settings", "run_folder", "prediction_folder")
+OUR_RESOLVERS = (
+    "work_folder",
+    "asset",
+    "when",
+    "warmup_steps",
+    "program",
+    "listed_settings",
+    "run_folder",
+    "prediction_folder",
+)
 RESOLVERS = ("oc.select", *OUR_RESOLVERS)
 KNOWN = re.compile(rf"\$\{{\s*(?:(?:{'|'.join(map(re.escape, RESOLVERS))})\s*:|[\w.-]+\s*\}})")
 _copies: list[TemporaryDirectory[str]] = []

@@ -98,8 +98,11 @@ def at_steps(overrides: Sequence[str]) -> list[Figures]:
 # Precision
 
 BASES = {
-    "bf16": [],
-    **{name: [f"model/quantization={name}"] for name in ("fp8", "int8_w8a8", "nf4", "fp4")},
+    name: ["model.dtype=bfloat16", *more]
+    for name, more in {
+        "bf16": [],
+        **{name: [f"model/quantization={name}"] for name in ("fp8", "int8_w8a8", "nf4", "fp4")},
+    }.items()
 }
 TRAINED_AND_USED, TRAINED_ON_BF16, USED_ON_BF16 = (
     "trained and used on it",

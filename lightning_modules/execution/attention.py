@@ -50,26 +50,6 @@ class DenseGradient(torch.autograd.Function):
         return grad.contiguous()
 
 
-class CPUAttention(torch.autograd.Function):
-    """Unmasked attention on the CPU with a backward pass in float32.
-
-    PyTorch's own takes five times as long in bfloat16, which is 40 % of a step (2.14, a Xeon with AMX).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
-        ctx.save_for_backward(query, key, value, out, log_sum)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        full = (one.float() for one in (grad, *ctx.saved_tensors))
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return *(one.to(grad.dtype) for one in backward(*full, 0.0, False, scale=ctx.scale)), None
-
-
 def check_attention_backend(name: str | None, trains: bool = False) -> None:
     """Raise a UserError for an attention backend that is unknown or cannot train."""
     if name is None or name in LIBRARIES:
@@ -128,16 +108,10 @@ def _register(backend: Any, unmasked: list[SDPBackend] | None) -> None:
     @wraps(own)
     def attend(**arguments: Any) -> Tensor:
         ordered: AbstractContextManager[Any] = nullcontext()
-        query, is_masked = arguments["query"], arguments.get("attn_mask") is not None
-        long = torch.compiler.is_compiling() or query.shape[1] >= CUDNN_EAGER
-        if unmasked is not None and long and not is_masked:
+        long = torch.compiler.is_compiling() or arguments["query"].shape[1] >= CUDNN_EAGER
+        if unmasked is not None and long and arguments.get("attn_mask") is None:
             ordered = sdpa_kernel(unmasked, set_priority=True)
         with nullcontext() if _kept is None else _kept(), ordered:
-            is_plain = not any(arguments.get(name) for name in ("dropout_p", "is_causal", "enable_gqa"))
-            is_trained = query.requires_grad and query.device.type == "cpu" and query.dtype == torch.bfloat16
-            if is_trained and is_plain and not is_masked:
-                inputs = (arguments[name].transpose(1, 2) for name in ("query", "key", "value"))
-                return CPUAttention.apply(*inputs, arguments.get("scale")).transpose(1, 2)
             return DenseGradient.apply(own(**arguments))
 
     _AttentionBackendRegistry._backends[backend] = attend

@@ -51,7 +51,7 @@ SCALE = "must be a number or null or a list of them or a mapping {PATTERN:NUMBER
         ("train", "adapter.rank_pattern", ["8", "{a: 0}"], "{PATTERN:NUMBER} with a whole number from 1 on each"),
         ("train", "optimizer.betas", ["[0.9,1.0]"], "must be a list of 2 with a number from 0 to 0.99999 each"),
         ("train", "model.timesteps.shift", ["0", "static"], "must be a number above 0 or dynamic or null"),
-        ("train", "scheduler.num_warmup_steps", ["2001"], "must not be above trainer.max_steps=120"),
+        ("train", "scheduler.num_warmup_steps", ["2001"], "must not be above trainer.max_steps=100"),
         ("train", "model.max_sequence_length", ["0", "513"], "must be a whole number from 1 to 512"),
         ("train", "model.vae_name_or_path", ["[a]", "1"], "must be a path or null"),
         ("train", "model.compile", ["abc", "1"], "must be true or false or auto"),

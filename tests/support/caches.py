@@ -10,7 +10,6 @@ def cache_overrides(tiny, root, folder):
     return [
         "task=cache",
         f"model.pretrained_model_name_or_path={tiny}",
-        "model.dtype=float32",
         f"data.root={root}",
         f"data.cache_dir={folder}",
         "data.num_workers=0",

@@ -50,7 +50,6 @@ def test_every_model_is_built_without_weights(model):
 @pytest.mark.slow
 def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
     plan = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.gradient_checkpointing=true"]
-    plan += ["model.dtype=float32"]
     sizes = []
     for more in ([], ["model/quantization=fp4"], ["model/quantization=fp4", "model.offload.blocks=4"]):
         text = run("train", *plan, *more).text

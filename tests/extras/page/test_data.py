@@ -52,7 +52,7 @@ def root(tmp_path):
 @pytest.fixture
 def opened(client, root):
     """Return the key of the data set in the page."""
-    answer = scan(client, root, "data.batch_size=2")
+    answer = scan(client, root, "data.batch_size=2 data.resolution=64")
     assert answer.status_code == 200
     return dict(answer.url.params)["set"]
 
@@ -140,7 +140,7 @@ def test_a_mask_is_shown_as_it_weights_the_loss(client, root):
 
 
 def test_samples_with_findings_come_first_with_their_remedy(client, outputs, root, opened):
-    run_task("inspect", f"data.root={root}", f"output_dir={outputs}/studio/{opened}/inspect")
+    run_task("inspect", f"data.root={root}", "data.resolution=64", f"output_dir={outputs}/studio/{opened}/inspect")
     answer = client.get("/data", params={"set": opened})
     assert keys(answer) == ["02", "03", "00", "01"], "the worst first"
     assert "equal, control and target: nothing to learn" in sample(client, opened, "02").text

@@ -46,7 +46,7 @@ def shown_command(client, **form):
 def test_form_has_the_defaults_of_the_choices_and_the_comments_of_conf(client):
     before = client.get("/start").text
     after = client.post("/start/form", data={"model": "flux_kontext", "adapter": "dora"}).text
-    assert fields(before)["trainer.max_steps"][1] == "120"
+    assert fields(before)["trainer.max_steps"][1] == "100"
     assert fields(after)["trainer.max_steps"][1] == "2000"
     assert '<option value="dora" selected>dora</option>' in after
     assert "Also train on each sample mirrored." in before, "the comment above data.flip"

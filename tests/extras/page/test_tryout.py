@@ -81,7 +81,7 @@ def test_kept_model_creates_the_images_of_a_fresh_one_after_any_lora(run, loras,
             kept.append(images(tmp_path / f"kept-{number}"))
             np.testing.assert_equal(kept[-1], fresh[number % len(requests)])
         assert len(loads) == 1
-        run("predict", *common, "model.dtype=float32", f"output_dir={tmp_path / 'other'}")
+        run("predict", *common, "model.dtype=bfloat16", f"output_dir={tmp_path / 'other'}")
         assert len(loads) == 2
     finally:
         KEPT.reset(token)
