@@ -52,7 +52,7 @@ def root(tmp_path):
 @pytest.fixture
 def opened(client, root):
     """Return the key of the data set in the page."""
-    answer = scan(client, root, "data.batch_size=2 data.resolution=64")
+    answer = scan(client, root, "data.batch_size=2", "data.resolution=64")
     assert answer.status_code == 200
     return dict(answer.url.params)["set"]
 
