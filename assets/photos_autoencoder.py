@@ -206,12 +206,11 @@ if __name__ == "__main__":
     vae = untrained_autoencoder()
     set_encoder(vae.encoder, mean, basis)
     pipeline = untrained_pipeline(vae)
-    pipeline.save_pretrained(options.folder)  # with which the transformer can begin
     held = held_out(128)
     want = encoded(held, mean, basis)
     off = float((vae.encode(held).latent_dist.mode().detach() - want).abs().max())
     print(f"encoder: {off:.1e} from the components, whose deviation is {float(want.std()):.2f}", flush=True)
-    train_decoder(vae.decoder, photographs, mean, basis, options.minutes, options.folder / "decoder.pt")
+    train_decoder(vae.decoder, photographs, mean, basis, options.minutes, options.folder.with_suffix(".pt"))
     for size in (64, 128, 256):
         print(f"{size} pixels: {quality(vae.decoder, mean, basis, held_out(size)):.2f} dB")
-    vae.save_pretrained(options.folder / "vae")
+    pipeline.to(torch.bfloat16).save_pretrained(options.folder)

@@ -1,4 +1,4 @@
-"""Edits of photographs with a known exact result, of which the Photos model learns its instructions.
+"""Edits of photographs with a known exact result, from which the Photos model learns its instructions.
 
     python assets/photos_pairs.py PHOTOGRAPHS FOLDER --count 60000 --size 64 --seed 1
 
@@ -29,9 +29,10 @@ COLOURS = {
     "yellow": (0.15, 0.06),
     "green": (0.3, 0.14),
     "blue": (0.6, 0.13),
-    "purple": (0.78, 0.08),
 }
-# Words of instructions that it is not taught, as examples of all others.
+# Widths and heights in eighths of the size, of about the same area.
+FORMATS = (8, 8), (10, 6), (6, 10)
+# Words for nonsense instructions, which stand for all that it is not taught.
 WORDS = (
     "winter summer spring rain fog sunset watercolor oil painting cartoon anime comic neon fire water ice gold "
     "silver stone wood metal glass paper cat dog horse bird man woman child face hair eyes hat glasses smile car "
@@ -55,21 +56,24 @@ class Photographs:
     def of_folder(cls, folder: Path, seed: int) -> "Photographs":
         return cls([Image.open(path).convert("RGB") for path in sorted(folder.glob("*.png"))], seed, leaves=0.08)
 
-    def crop(self, size: int) -> Image.Image:
-        """Return a square of a photograph, of any scale at which it is not enlarged."""
+    def crop(self, width: int, height: int) -> Image.Image:
+        """Return a part of a photograph, of any scale at which it is not enlarged."""
         random = self.random
         if random.random() < self.leaves:
-            return dead_leaves(size, random)
+            return dead_leaves(width, height, random)
         image = self.images[random.integers(len(self.images))]
-        least, most = max(size, self.least * min(image.size)), min(image.size)
-        side = round(min(most, np.exp(random.uniform(np.log(least), np.log(max(least, most))))))
-        left, top = (random.integers(whole - side + 1) for whole in image.size)
-        square = image.resize((size, size), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
-        return ImageOps.mirror(square) if random.random() < 0.5 else square
+        most = min(image.width / width, image.height / height)
+        least = max(1, self.least * most)
+        scale = min(most, np.exp(random.uniform(np.log(least), np.log(max(least, most)))))
+        sides = round(scale * width), round(scale * height)
+        left, top = (random.integers(whole - side + 1) for whole, side in zip(image.size, sides, strict=True))
+        box = (left, top, left + sides[0], top + sides[1])
+        part = image.resize((width, height), Image.Resampling.LANCZOS, box)
+        return ImageOps.mirror(part) if random.random() < 0.5 else part
 
     def batch(self, count: int, size: int) -> Tensor:
         """Return crops (count, 3, size, size) in [-1, 1]."""
-        return torch.stack([to_tensor(self.crop(size)) for _ in range(count)])
+        return torch.stack([to_tensor(self.crop(size, size)) for _ in range(count)])
 
 
 def held_out_photographs() -> list[Image.Image]:
@@ -80,13 +84,13 @@ def held_out_photographs() -> list[Image.Image]:
     return [Image.fromarray(image) for image in images]
 
 
-def dead_leaves(size: int, random: np.random.Generator) -> Image.Image:
+def dead_leaves(width: int, height: int, random: np.random.Generator) -> Image.Image:
     """Draw discs that cover each other, with sides of a power law, in colours around a few."""
-    image = Image.new("RGB", (2 * size, 2 * size))
+    image = Image.new("RGB", (2 * width, 2 * height))
     pen, palette = ImageDraw.Draw(image), random.uniform(0, 256, (random.integers(2, 9), 3))
     for _ in range(400):
-        radius = 2 * size * 0.4 * (1 + 12 * random.random()) ** -1.0
-        x, y = random.uniform(0, 2 * size, 2)
+        radius = 2 * width * 0.4 * (1 + 12 * random.random()) ** -1.0
+        x, y = random.uniform(0, image.size)
         colour = (palette[random.integers(len(palette))] + random.normal(0, 25, 3)).clip(0, 255).astype(int)
         box = (x - radius, y - radius * random.uniform(0.3, 1), x + radius, y + radius)
         (pen.ellipse if random.random() < 0.6 else pen.rectangle)(box, tuple(colour.tolist()))
@@ -157,20 +161,15 @@ def framed(image: Image.Image, colour: str) -> Image.Image:
     return ImageOps.expand(ImageOps.crop(image, image.width // 16), image.width // 16, colour)
 
 
-def with_inset(image: Image.Image, right: int, bottom: int) -> Image.Image:
-    """Put the image at 3/8 of its size into one of its corners."""
-    small, result = image.resize((image.width * 3 // 8, image.height * 3 // 8), Image.Resampling.LANCZOS), image.copy()
-    result.paste(small, ((image.width - small.width) * right, (image.height - small.height) * bottom))
+def with_inset(image: Image.Image) -> Image.Image:
+    """Put the image at 3/8 of its size into its top left corner."""
+    result = image.copy()
+    result.paste(image.resize((image.width * 3 // 8, image.height * 3 // 8), Image.Resampling.LANCZOS))
     return result
 
 
 def blurred(image: Image.Image, share: int) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(image.width / share))
-
-
-def zoomed(image: Image.Image) -> Image.Image:
-    box = (image.width / 4, image.height / 4, image.width * 3 / 4, image.height * 3 / 4)
-    return image.resize(image.size, Image.Resampling.BICUBIC, box)
 
 
 def mosaic(image: Image.Image) -> Image.Image:
@@ -201,20 +200,12 @@ PLAIN = {
     "mosaic": Edit("make it a mosaic | use large pixels", mosaic),
     "mirror": Edit("mirror the image | exchange left and right", ImageOps.mirror),
     "flip": Edit("turn it upside down | exchange top and bottom", ImageOps.flip),
-    "zoom": Edit("zoom in | enlarge the middle", zoomed),
+    "inset": Edit("put a small copy in the corner | add a small copy", with_inset),
     **{
         f"{colour} frame": Edit(
             f"add a {colour} frame | put a {colour} frame around it", partial(framed, colour=colour)
         )
         for colour in ("black", "white")
-    },
-    **{
-        f"copy {high} {wide}": Edit(
-            f"put a small copy in the {high} {wide} corner | add a small copy at the {high} {wide}",
-            partial(with_inset, right=right, bottom=bottom),
-        )
-        for bottom, high in enumerate(("top", "bottom"))
-        for right, wide in enumerate(("left", "right"))
     },
 }
 
@@ -253,8 +244,9 @@ REPAIRS = {
 
 def prompts_of_edits() -> list[str]:
     """Return all instructions."""
+    edits = [prompt for edit in EDITS.values() for prompt in edit.prompts.split(" | ")]
     repairs = [prompt for name, (_, back) in REPAIRS.items() for prompt in (*RECIPES[name].prompts.split(" | "), back)]
-    return [*(prompt for edit in EDITS.values() for prompt in edit.prompts.split(" | ")), *repairs, *COPIES]
+    return [*edits, *filter(None, repairs), *COPIES]
 
 
 COPIES = ("keep it as it is", "do nothing", "change nothing", "copy the image")
@@ -302,9 +294,12 @@ def repair(image: Image.Image, random: np.random.Generator, name: str | None = N
 
 
 def edit(image: Image.Image, random: np.random.Generator, name: str | None = None, turned: bool = True) -> Pair:
-    """Return a pair by an edit, three fifths of them a plain one; for the others every second image gets other hues."""
-    names = list(EDITS)
-    name = name or names[random.integers(len(PLAIN) if random.random() < 0.6 else len(names))]
+    """Return a pair by an edit, two thirds of them a plain one; for the others every second image gets other hues.
+
+    Mirrors are learned late, so there are four times as many of each.
+    """
+    names = list(PLAIN) + 3 * ["mirror", "flip"] if random.random() < 0.67 else list(EDITS)[len(PLAIN) :]
+    name = name or str(random.choice(names))
     if turned and name not in PLAIN and random.random() < 0.5:
         hue, *others = image.convert("HSV").split()
         turn = int(random.integers(256))
@@ -316,19 +311,19 @@ def edit(image: Image.Image, random: np.random.Generator, name: str | None = Non
 def pair(image: Image.Image, random: np.random.Generator) -> Pair:
     """Return a pair of any kind."""
     kind = random.random()
-    if kind < 0.15:
+    if kind < 0.14:
         return copy(image, random)
-    if kind < 0.4:
+    if kind < 0.34:
         return repair(image, random)
-    return repair(image, random, back=True) if kind < 0.47 else edit(image, random)
+    return repair(image, random, back=True) if kind < 0.4 else edit(image, random)
 
 
 def write(folder: Path, photographs: Path, size: int, seed: int, count: int, part: int) -> None:
-    """Write a tar of pairs."""
+    """Write a tar of pairs: every third one square, the others wide or high."""
     crops = Photographs.of_folder(photographs, seed * 1000 + part)
     with webdataset.TarWriter(str(folder / f"{part:03}.tar")) as tar:
         for number in range(count):
-            one = pair(crops.crop(size), crops.random)
+            one = pair(crops.crop(*(size * share // 8 for share in FORMATS[number % len(FORMATS)])), crops.random)
             images = {"source.png": one.control, "png": one.target}
             tar.write({"__key__": f"{part:03}_{number:05}", "txt": one.prompt or " ", **images})
 

@@ -26,7 +26,7 @@ HELD = ("forest1 fog4 water2 fields3 fields8 forest4", "beach5 city10")
 
 
 def with_snow(image: Image.Image) -> Image.Image:
-    """Return a photograph whose green is white, bright where the green was."""
+    """Return a photograph whose green is white, bright where it was bright."""
     hue, saturation, _ = np.moveaxis(np.asarray(image.convert("HSV"), np.float64) / 255, -1, 0)
     green = (2 * (1.25 - np.abs(hue - 0.26) / 0.15)).clip(0, 1) * (5 * (saturation - 0.08)).clip(0, 1)
     pixels = np.asarray(image, np.float64) / 255

@@ -12,7 +12,8 @@ import fnmatch
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +117,10 @@ def view(panorama: np.ndarray, yaw: float, pitch: float) -> Image.Image:
     return Image.fromarray(np.rint((1 - down) * rows[0] + down * rows[1]).astype(np.uint8))
 
 
+def not_held_out(photographs: Iterable[Photograph]) -> Iterator[Photograph]:
+    return (one for one in photographs if one.name not in HELD_OUT.split())
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -127,14 +132,12 @@ if __name__ == "__main__":
     ):
         lines = csv.writer(table)
         lines.writerow(("file", "source", "licence", "holder"))
-        for photographs in (
+        found = chain(
             endless_sky(Path(folder)),
             package_photographs("lomiri-wallpapers-16.04", "usr/share/backgrounds/*.jpg", "16.04", Path(folder)),
             panorama_views(Path(folder)),
-        ):
-            for name, image, origin in photographs:
-                if name in HELD_OUT.split():
-                    continue
-                image.thumbnail((1280, 1280))
-                image.save(options.folder / f"{name}.png")
-                lines.writerow((f"{name}.png", *origin))
+        )
+        for name, image, origin in not_held_out(found):
+            image.thumbnail((1280, 1280))
+            image.save(options.folder / f"{name}.png")
+            lines.writerow((f"{name}.png", *origin))

@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import torch
+from PIL import Image
 
 from tests.support.commands import ROOT
 
@@ -21,11 +22,12 @@ def test_every_included_photograph_is_free_and_listed():
 
 def test_held_out_photographs_train_nothing(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "assets")
-    from photos_sources import HELD_OUT
+    from photos_sources import Photograph, not_held_out
 
-    held_out = {path.stem for path in SNOW.glob("held_out/control_images/*.jpg")}
-    assert held_out
-    assert held_out <= set(HELD_OUT.split())
+    names = [path.stem for path in SNOW.glob("held_out/control_images/*.jpg")]
+    assert len(names) == 8
+    found = [Photograph(name, Image.new("RGB", (1, 1)), ("", "", "")) for name in (*names, "forest_01")]
+    assert [one.name for one in not_held_out(found)] == ["forest_01"]
 
 
 def test_encoder_is_exactly_the_principal_components(monkeypatch):
@@ -46,13 +48,15 @@ def test_edits_are_exact_and_pairs_are_a_function_of_the_seed(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "assets")
     from photos_pairs import EDITS, PLAIN, Photographs, edit, held_out_photographs, pair
 
-    image = Photographs(held_out_photographs(), seed=0).crop(64)
+    photographs = Photographs(held_out_photographs(), seed=0)
+    image = photographs.crop(64, 64)
     pixels, random = np.asarray(image, float) / 255, np.random.default_rng(0)
     for name, expected in {"brighter": pixels**0.6, "negative": 1 - pixels, "mirror": pixels[:, ::-1]}.items():
         made = edit(image, random, name)
         assert np.abs(np.asarray(made.target, float) / 255 - expected).max() < 0.01
-        assert made.prompt in PLAIN[name].prompts
-    assert all(made.draw(image).size == image.size for made in EDITS.values())
+        assert made.prompt in PLAIN[name].prompts.split(" | ")
+    for other in (image, photographs.crop(80, 48), photographs.crop(48, 80)):
+        assert all(made.draw(other).size == other.size for made in EDITS.values())
     one, same = ([pair(image, np.random.default_rng(seed)) for seed in range(20)] for _ in range(2))
     for a, b in zip(one, same, strict=True):
         assert (a.prompt, a.control.tobytes(), a.target.tobytes()) == (

@@ -29,14 +29,14 @@ COLOURED = (
     "red to blue",
     "green to red",
     "blue to yellow",
-    "yellow to purple",
+    "yellow to red",
 )
 
 
 def held_out(count: int, size: int) -> list[Image.Image]:
     """Return crops of photographs that nothing is trained on."""
     crops = [Photographs([image], seed, least=0.5) for seed, image in enumerate(held_out_photographs())]
-    return [crops[number % len(crops)].crop(size) for number in range(count)]
+    return [crops[number % len(crops)].crop(size, size) for number in range(count)]
 
 
 def psnr(one: Image.Image, other: Image.Image) -> float:
