@@ -58,9 +58,4 @@ def test_edits_are_exact_and_pairs_are_a_function_of_the_seed(monkeypatch):
     for other in (image, photographs.crop(80, 48), photographs.crop(48, 80)):
         assert all(made.draw(other).size == other.size for made in EDITS.values())
     one, same = ([pair(image, np.random.default_rng(seed)) for seed in range(20)] for _ in range(2))
-    for a, b in zip(one, same, strict=True):
-        assert (a.prompt, a.control.tobytes(), a.target.tobytes()) == (
-            b.prompt,
-            b.control.tobytes(),
-            b.target.tobytes(),
-        )
+    assert one == same, "with equal images, by Pillow's =="
