@@ -210,7 +210,7 @@ if __name__ == "__main__":
     want = encoded(held, mean, basis)
     off = float((vae.encode(held).latent_dist.mode().detach() - want).abs().max())
     print(f"encoder: {off:.1e} from the components, whose deviation is {float(want.std()):.2f}", flush=True)
-    train_decoder(vae.decoder, photographs, mean, basis, options.minutes, options.folder.with_suffix(".pt"))
+    train_decoder(vae.decoder, photographs, mean, basis, options.minutes, Path(f"{options.folder}_decoder.pt"))
     for size in (64, 128, 256):
         print(f"{size} pixels: {quality(vae.decoder, mean, basis, held_out(size)):.2f} dB")
     pipeline.to(torch.bfloat16).save_pretrained(options.folder)

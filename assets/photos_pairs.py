@@ -224,7 +224,8 @@ def _edits_of(old: str) -> dict[str, Edit]:
     return {name: Edit(words, pixels(change)) for name, (words, change) in edits.items()}
 
 
-EDITS = PLAIN | {name: edit for colour in COLOURS for name, edit in _edits_of(colour).items()}
+OF_COLOURS = {name: edit for colour in COLOURS for name, edit in _edits_of(colour).items()}
+EDITS = PLAIN | OF_COLOURS
 # Strengths of recipes at 128 pixels; those in pixels shrink with the image. Then the instruction for the way back.
 REPAIRS = {
     "blur": ((0.6, 2.0), "make this photo blurred"),
@@ -298,9 +299,10 @@ def edit(image: Image.Image, random: np.random.Generator, name: str | None = Non
 
     Mirrors are learned late, so there are four times as many of each.
     """
-    names = list(PLAIN) + 3 * ["mirror", "flip"] if random.random() < 0.67 else list(EDITS)[len(PLAIN) :]
-    name = name or str(random.choice(names))
-    if turned and name not in PLAIN and random.random() < 0.5:
+    if name is None:
+        plain = random.random() < 0.67
+        name = str(random.choice([*PLAIN, *3 * ("mirror", "flip")] if plain else list(OF_COLOURS)))
+    if turned and name in OF_COLOURS and random.random() < 0.5:
         hue, *others = image.convert("HSV").split()
         turn = int(random.integers(256))
         image = Image.merge("HSV", (hue.point(lambda value: (value + turn) % 256), *others)).convert("RGB")

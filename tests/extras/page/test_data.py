@@ -84,7 +84,8 @@ def test_the_crop_the_mask_and_the_caption_of_each_sample_are_shown_and_every_te
     for part in ("target", "control 1"):
         image = client.get("/data/image", params={"set": opened, "sample": "00", "part": part})
         assert (image.status_code, image.headers["content-type"]) == (200, "image/webp")
-    assert f"python predict.py task=inspect data.root={root} data.batch_size=2 data.resolution=64 output_dir=" in grid.text
+    command = f"python predict.py task=inspect data.root={root} data.batch_size=2 data.resolution=64 output_dir="
+    assert command in grid.text
 
 
 def test_thumbnails_come_24_at_a_time_and_a_sample_links_to_its_neighbours_in_the_list(client, tmp_path):
