@@ -3,7 +3,7 @@
     python assets/photos_sources.py FOLDER      # on Debian 12, with pip install OpenEXR
 
 FOLDER then contains PNGs, and licences.csv with the source and the licence of each. Photographs of HELD_OUT are left
-out: some show what the model does with photographs that it has never seen (assets/snow).
+out: some show what the model does with photographs that it has never seen (assets/sunset).
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python benchmarks/pairs.py
 
-The photographs are those of assets/snow, and scikit-image's: Eileen Collins, by NASA, in the public domain; a cat and
+The photographs are those of assets/sunset, and scikit-image's: Eileen Collins, by NASA, in the public domain; a cat and
 a cup of coffee, in CC0.
 """
 
@@ -15,10 +15,10 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "assets")]
 
-from photos_snow import with_snow  # noqa: E402
+from photos_sunset import with_sunset  # noqa: E402
 
 from benchmarks.labels import labelled, save_small, stacked, wrapped  # noqa: E402
-from benchmarks.photos.pairs import MAKE_IT_SNOW, night, photographs  # noqa: E402
+from benchmarks.photos.pairs import MAKE_IT_SUNSET, night, photographs  # noqa: E402
 from datamodules.images.recipes import RECIPES, middle  # noqa: E402
 
 SIDE, GAP, SIZE = 170, 6, 21
@@ -29,15 +29,15 @@ def pairs() -> dict[str, tuple[Image.Image, Image.Image, str]]:
     """Return control, target and instruction by the name of each kind."""
     [whole] = [control for name, control, _ in photographs("held_out") if name == "fields3"]
     control, shifted, zoomed = (whole.crop(box).resize((SIDE, SIDE)) for box in (FRAME, SHIFTED, ZOOMED))
-    target = with_snow(control)
+    target = with_sunset(control)
     return {
-        "good": (control, target, MAKE_IT_SNOW),
-        "bad: shifted": (control, with_snow(shifted), MAKE_IT_SNOW),
-        "bad: other crop": (control, with_snow(zoomed), MAKE_IT_SNOW),
-        "bad: other light": (control, night(with_snow(control)), MAKE_IT_SNOW),
-        "bad: identical": (control, control, MAKE_IT_SNOW),
-        "bad: swapped": (target, control, MAKE_IT_SNOW),
-        "bad: describes the image": (control, target, "rice fields in snow below a mountain"),
+        "good": (control, target, MAKE_IT_SUNSET),
+        "bad: shifted": (control, with_sunset(shifted), MAKE_IT_SUNSET),
+        "bad: other crop": (control, with_sunset(zoomed), MAKE_IT_SUNSET),
+        "bad: other light": (control, night(with_sunset(control)), MAKE_IT_SUNSET),
+        "bad: identical": (control, control, MAKE_IT_SUNSET),
+        "bad: swapped": (target, control, MAKE_IT_SUNSET),
+        "bad: describes the image": (control, target, "rice fields below a mountain at sunset"),
     }
 
 

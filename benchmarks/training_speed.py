@@ -29,14 +29,14 @@ KINDS = {"pairs": ("pairs", []), "cached": ("cached", []), "compiled": ("cached"
 
 def make_data(folder: Path, size: int) -> Path:
     """Write eight pairs at size x size."""
-    from benchmarks.photos.pairs import MAKE_IT_SNOW, photographs
+    from benchmarks.photos.pairs import MAKE_IT_SUNSET, photographs
 
     for name in ("control_images", "training_images"):
         (folder / name).mkdir(parents=True)
     for name, control, target in itertools.islice(photographs("train"), 8):
         control.resize((size, size)).save(folder / "control_images" / f"{name}.png")
         target.resize((size, size)).save(folder / "training_images" / f"{name}.png")
-        (folder / "training_images" / f"{name}.txt").write_text(MAKE_IT_SNOW)
+        (folder / "training_images" / f"{name}.txt").write_text(MAKE_IT_SUNSET)
     return folder
 
 

@@ -23,7 +23,7 @@ def test_help_explains_itself_quickly(run):
 @pytest.mark.parametrize(
     ("arguments", "data", "held_out"),
     [
-        ([], "snow/train", "snow/held_out"),
+        ([], "sunset/train", "sunset/held_out"),
         (["data.root=mine"], "mine", None),
         (["data.root=mine", "data=cached"], "mine", None),
         (["data.shards=s3://bucket/folder"], None, None),
@@ -31,7 +31,7 @@ def test_help_explains_itself_quickly(run):
         (["data.root=mine", "model.pretrained_model_name_or_path=other"], "mine", None),
     ],
 )
-def test_embedded_model_learns_snow_unless_data_or_a_model_are_named(arguments, data, held_out):
+def test_embedded_model_learns_sunset_unless_data_or_a_model_are_named(arguments, data, held_out):
     cfg = compose("train", *arguments)
     usual, embedded = (1, 1e-4, "constant_with_warmup", None), (8, 3e-3, "cosine", "all-linear")
     places = [place and place.rpartition("assets/")[2] for place in (cfg.data.root, cfg.data.val_root)]
@@ -41,5 +41,5 @@ def test_embedded_model_learns_snow_unless_data_or_a_model_are_named(arguments, 
 
 
 def test_model_without_data_is_one_line(refuses):
-    words = "error: no data to train on: give data.root=FOLDER, or data=snow for an example"
+    words = "error: no data to train on: give data.root=FOLDER, or data=sunset for an example"
     assert refuses("model=flux_kontext", "data.root=null") == words

@@ -54,8 +54,8 @@ def test_wheel_holds_every_file_and_its_commands_train_in_two_processes_and_edit
     two = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=2", "data.num_workers=0"]
     few = ["sample_every=0", "data.val_root=null", "data.resolution=32", "output_dir=run"]
     assert "\ntry it: retouch-predict lora=run image=" in run("train", *two, *few)
-    photo = "image=assets/snow/held_out/control_images/fog4.jpg"
-    run("predict", "lora=run", photo, "prompt=make it snow", "num_inference_steps=1", "output_dir=edited")
+    photo = "image=assets/sunset/held_out/control_images/fog4.jpg"
+    run("predict", "lora=run", photo, "prompt=make it a sunset", "num_inference_steps=1", "output_dir=edited")
     assert [path.suffix for path in sorted((empty / "edited").iterdir())] == [".png", ".jsonl"]
     assert "  retouch-predict task=inspect " in run("predict", "--help")
     assert set(project["project"]["scripts"]) == {path.name for path in (installed / "bin").iterdir()}

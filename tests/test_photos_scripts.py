@@ -7,15 +7,15 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from benchmarks.photos.runs import SNOW
+from benchmarks.photos.runs import SUNSET
 from lightning_modules.pretrained.repository import PHOTOS
 from tests.support.commands import ROOT
 
 
 def test_every_included_photograph_is_free_and_listed():
-    with (SNOW / "licences.csv").open(encoding="utf-8") as table:
+    with (SUNSET / "licences.csv").open(encoding="utf-8") as table:
         listed = {row["photograph"]: row["licence"] for row in csv.DictReader(table)}
-    there = [path.relative_to(SNOW) for path in SNOW.rglob("control_images/*.jpg")]
+    there = [path.relative_to(SUNSET) for path in SUNSET.rglob("control_images/*.jpg")]
     assert sorted(f"{path.parts[0]}/{path.stem}" for path in there) == sorted(listed)
     assert set(listed.values()) == {"CC0", "public domain"}
     assert len({path.stem for path in there}) == len(there), "one is in training and held out"
@@ -25,7 +25,7 @@ def test_held_out_photographs_train_nothing(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "assets")
     from photos_sources import Photograph, not_held_out
 
-    names = [path.stem for path in SNOW.glob("held_out/control_images/*.jpg")]
+    names = [path.stem for path in SUNSET.glob("held_out/control_images/*.jpg")]
     assert len(names) == 8
     found = [Photograph(name, Image.new("RGB", (1, 1)), ("", "", "")) for name in (*names, "forest_01")]
     assert [one.name for one in not_held_out(found)] == ["forest_01"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.fault_kinds import hooks
 from benchmarks.fault_kinds.commands import Command, Hook
 from benchmarks.fault_kinds.judging import cache_folder
-from benchmarks.photos.pairs import MAKE_IT_SNOW, photographs
+from benchmarks.photos.pairs import MAKE_IT_SUNSET, photographs
 
 # Of references, in the order in which they need each other.
 KINDS = ("build", "train", "shown", "copy", "export", "edit")
@@ -85,7 +85,7 @@ class Workshop:
     def edit(self, lora: Path, output_dir: str = "out") -> list[str]:
         """Return overrides of predict.py that create an image."""
         picture = self.pairs / "control_images" / "00.png"
-        told = [f"lora={lora}", f"image={picture}", f'prompt="{MAKE_IT_SNOW}"', "num_inference_steps=2"]
+        told = [f"lora={lora}", f"image={picture}", f'prompt="{MAKE_IT_SUNSET}"', "num_inference_steps=2"]
         return [*told, f"output_dir={output_dir}", "trainer.accelerator=cpu"]
 
     def reference(self, kind: str) -> Reference:
@@ -129,5 +129,5 @@ def write_pairs(folder: Path) -> None:
     for number, (_, *images) in enumerate(islice(photographs("train"), PAIRS)):
         for kind, image in zip(("control_images", "training_images"), images, strict=True):
             image.resize((64, 64)).crop((0, 0, 64, 64 if number % 2 else 48)).save(folder / kind / f"{number:02d}.png")
-        text = MAKE_IT_SNOW if number % 3 else f"{MAKE_IT_SNOW} on picture {number}"
+        text = MAKE_IT_SUNSET if number % 3 else f"{MAKE_IT_SUNSET} on picture {number}"
         (folder / "training_images" / f"{number:02d}.txt").write_text(text)

@@ -25,8 +25,8 @@ def at_the_end(overrides: Sequence[str]) -> list[Figures]:
 
 # The default run: every setting that the sweep sets otherwise is that of `python train.py` again.
 DEFAULT = [
-    "data.root=assets/snow/train",
-    "data.val_root=assets/snow/held_out",
+    "data.root=assets/sunset/train",
+    "data.val_root=assets/sunset/held_out",
     "data.resolution=128",
     "optimizer.lr=${model.recipe.lr}",
     "trainer.max_steps=${model.recipe.max_steps}",
@@ -56,15 +56,15 @@ RECIPES = {
     "former": [targets(ATTENTION), "scheduler=cosine"],
     "present": [targets(FluxKontext.layers.targets), "scheduler=constant", "model.timesteps.shift=dynamic"],
 }
-VAL_LOSS = "snow, val_loss"
+VAL_LOSS = "sunset, val_loss"
 
 
 def on_each_edit(overrides: Sequence[str]) -> list[Figures]:
     """Return the PSNR of each edit after the last step, and the validation loss of one."""
     columns = {edit: [last_row(run) for run in train(*overrides, *of_edit(edit))] for edit in UNKNOWN}
     return [
-        {edit: columns[edit][seed]["psnr"] for edit in UNKNOWN} | {VAL_LOSS: columns["snow"][seed]["val_loss"]}
-        for seed in range(len(columns["snow"]))
+        {edit: columns[edit][seed]["psnr"] for edit in UNKNOWN} | {VAL_LOSS: columns["sunset"][seed]["val_loss"]}
+        for seed in range(len(columns["sunset"]))
     ]
 
 
@@ -130,7 +130,7 @@ PAIRS = {"32 pairs": "train", "4 pairs": "train-4", "1 pair": "train-1"}
 
 def of_few_pairs(overrides: Sequence[str]) -> list[Figures]:
     """Return the PSNR with each number of pairs."""
-    columns = [train(*overrides, f"data.root=WORK/snow/{name}.jsonl") for name in PAIRS.values()]
+    columns = [train(*overrides, f"data.root=WORK/sunset/{name}.jsonl") for name in PAIRS.values()]
     return [
         {name: last_row(run)["psnr"] for name, run in zip(PAIRS, runs, strict=True)}
         for runs in zip(*columns, strict=True)

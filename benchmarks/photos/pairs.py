@@ -1,4 +1,4 @@
-"""The pairs of the study: the photographs of assets/snow, with the instructions that Photos does not know."""
+"""The pairs of the study: the photographs of assets/sunset, with the instructions that Photos does not know."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageFilter
 
-from benchmarks.photos.runs import SNOW, WORK
+from benchmarks.photos.runs import SUNSET, WORK
 from datamodules.images.tables import FILE_COLUMNS
 
 # Photographs of the tables of fewer pairs, and the sizes of these.
@@ -16,8 +16,8 @@ FEW, FEWER = ("forest0", "sunrise_10", "dune4", "city0"), (4, 1)
 
 def photographs(part: str) -> Iterator[tuple[str, Image.Image, Image.Image]]:
     """Yield name, control and target of the included pairs: of `train` or `held_out`."""
-    for path in sorted((SNOW / part / "control_images").glob("*.jpg")):
-        target = SNOW / part / "training_images" / path.name
+    for path in sorted((SUNSET / part / "control_images").glob("*.jpg")):
+        target = SUNSET / part / "training_images" / path.name
         yield path.stem, Image.open(path).convert("RGB"), Image.open(target).convert("RGB")
 
 
@@ -34,10 +34,10 @@ def pencil(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(255 - 4 * np.abs(pixels)).clip(0, 255).astype(np.uint8)).convert("RGB")
 
 
-MAKE_IT_SNOW = "make it snow"
-# Instructions that Photos does not know, the easiest first; the included pairs are those of snow.
+MAKE_IT_SUNSET = "make it a sunset"
+# Instructions that Photos does not know, the easiest first; the included pairs are those of sunset.
 UNKNOWN: dict[str, tuple[str, Callable[[Image.Image], Image.Image] | None]] = {
-    "snow": (MAKE_IT_SNOW, None),
+    "sunset": (MAKE_IT_SUNSET, None),
     "night": ("make it night", night),
     "pencil": ("make it a pencil sketch", pencil),
 }
@@ -50,7 +50,7 @@ def write_pairs() -> None:
     """
     train, held_out = ([*photographs(part)] for part in ("train", "held_out"))
     for edit, (prompt, result) in UNKNOWN.items():
-        rows = [(one, snow if result is None else result(one), prompt) for _, one, snow in (*train, *held_out)]
+        rows = [(one, after if result is None else result(one), prompt) for _, one, after in (*train, *held_out)]
         lines = write_table(edit, rows, len(train))
         few = [lines[[name for name, *_ in train].index(name)] for name in FEW]
         for count in FEWER:

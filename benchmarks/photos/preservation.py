@@ -30,7 +30,7 @@ INSTRUCTIONS = [
 PROMPTS = f"objective.preserve.prompts={json.dumps(INSTRUCTIONS)}"
 # Both held-out tables: sample images before the first step are the base's.
 WATCHED = [
-    "data.val_root=[WORK/snow/held_out.jsonl,WORK/old/held_out.jsonl]",
+    "data.val_root=[WORK/sunset/held_out.jsonl,WORK/old/held_out.jsonl]",
     f"callbacks.sample_images.count={8 + EACH * (len(OLD) + 1)}",
 ]
 PRESERVATION = {
@@ -42,7 +42,7 @@ PRESERVATION = {
         "`prompts=` 14 instructions": [PROMPTS],
         "`prompts=` 14 instructions, `every=4`": [PROMPTS, "objective.preserve.every=4"],
         "none, with 20 pairs of old edits at weight 0.5": [
-            "data.root=[WORK/snow/train.jsonl,{path:WORK/others/train.jsonl,weight:0.5}]"
+            "data.root=[WORK/sunset/train.jsonl,{path:WORK/others/train.jsonl,weight:0.5}]"
         ],
     }.items()
 }
@@ -60,12 +60,12 @@ def write_old() -> None:
 
 
 def kept(overrides: Sequence[str]) -> list[Figures]:
-    """Return the PSNR of snow, and the change of the other images since the first step, with the same noise."""
+    """Return the PSNR of sunset, and the change of the other images since the first step, with the same noise."""
     found = []
     for run in train(*overrides):
         base, last = samples(run, 0), samples(run, 100)
-        snow = [one for name, one in last.items() if "old_held_out" not in name]
-        learned = [distance(one.result, one.target) for one in snow if not np.array_equal(one.control, one.target)]
+        sunset = [one for name, one in last.items() if "old_held_out" not in name]
+        learned = [distance(one.result, one.target) for one in sunset if not np.array_equal(one.control, one.target)]
         moved = [distance(last[name].result, base[name].result) for name in base if "old_held_out" in name]
         found.append(
             {

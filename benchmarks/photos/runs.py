@@ -29,11 +29,11 @@ ROOT = Path(__file__).parent.parent.parent
 # Data, caches and runs; they are kept, so that a sweep which was stopped resumes.
 WORK = ROOT / "outputs" / "quality"
 SEEDS = (1, 2, 3)
-SNOW = ROOT / "assets" / "snow"
+SUNSET = ROOT / "assets" / "sunset"
 COMMON = (
     "data=cached",
-    "data.root=WORK/snow/train.jsonl",
-    "data.val_root=WORK/snow/held_out.jsonl",
+    "data.root=WORK/sunset/train.jsonl",
+    "data.val_root=WORK/sunset/held_out.jsonl",
     "data.resolution=64",
     "data.cache_dir=WORK/cache",
     "data.num_workers=0",
@@ -154,7 +154,7 @@ def digest(chosen: Mapping[str, Any], *parts: Any) -> str:
     """Return a short hash of composed settings, of their base's weights, of the photographs, and of other values."""
     base = Path(resolve_repository(chosen["model"]["pretrained_model_name_or_path"]))
     found = hashlib.sha256(json.dumps([chosen, *parts], sort_keys=True, default=str).encode())
-    for path in (base / "transformer" / "diffusion_pytorch_model.safetensors", *sorted(SNOW.rglob("*.jpg"))):
+    for path in (base / "transformer" / "diffusion_pytorch_model.safetensors", *sorted(SUNSET.rglob("*.jpg"))):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
 

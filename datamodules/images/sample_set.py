@@ -110,7 +110,7 @@ class SampleSet:
     def require_root(self) -> None:
         """Raise a UserError if no data is configured."""
         if not self.roots:
-            raise UserError("no data to train on: give data.root=FOLDER, or data=snow for an example")
+            raise UserError("no data to train on: give data.root=FOLDER, or data=sunset for an example")
 
     def scan(self) -> Found:
         """Return the samples of root, then those of val_root; each process looks for them once.
