@@ -28,10 +28,11 @@ def night(image: Image.Image) -> Image.Image:
 
 
 def pencil(image: Image.Image) -> Image.Image:
-    """Return a drawing of the outlines of a photograph, dark on white."""
+    """Return a drawing of a photograph, dark where it is darker than its surroundings."""
     grey = image.convert("L")
-    pixels = np.asarray(grey, np.float64) - np.asarray(grey.filter(ImageFilter.GaussianBlur(image.width / 64)))
-    return Image.fromarray(np.rint(255 - 4 * np.abs(pixels)).clip(0, 255).astype(np.uint8)).convert("RGB")
+    around = np.asarray(grey.filter(ImageFilter.GaussianBlur(image.width / 40)), np.float64)
+    bright = (np.asarray(grey) / around.clip(1)).clip(0, 1) ** 1.5
+    return Image.fromarray(np.rint(255 * bright).astype(np.uint8)).convert("RGB")
 
 
 MAKE_IT_SUNSET = "make it a sunset"
