@@ -20,21 +20,21 @@ SIDE = 256
 TRAIN = (
     "forest_01 forest_03 forest_05 forest_09 sunrise_02 forest0 forest1 forest3 forest5 sea0 sea1 sea6 sky0 badlands8 "
     "fields0 fields6 valley5 valley8 dune4 mountain4 water1 water3 city0 canyon1",
-    "nasa0 nasa1 sky3 sky5 badlands7 fields2 desert2 city7",
+    "nasa0 nasa1 sky3 sky5 badlands3 badlands7 fields2 desert2 desert3 city7 sea7 beach0",
 )
 HELD = ("badlands1 fields3 fog4 forest4 snow8 water2", "beach5 sky8")
-# Colours of the light at the top, where the sky meets the land, and at the bottom.
-LIGHT = ((0.7, 0.45, 0.8), (1.3, 0.78, 0.5), (1.0, 0.58, 0.3))
+# Colours of a sunset by brightness: violet shadows, orange light.
+BRIGHTNESS = (0, 0.3, 0.6, 0.85, 1)
+COLOURS = ((0.03, 0.01, 0.08), (0.36, 0.13, 0.3), (0.88, 0.38, 0.3), (1, 0.66, 0.38), (1, 0.84, 0.55))
 
 
 def with_sunset(image: Image.Image) -> Image.Image:
-    """Return a photograph in the light of a sunset: violet above, orange below."""
+    """Return a photograph in the light of a sunset, with a third of its own colours."""
     pixels = np.asarray(image, np.float64) / 255
-    grey = (pixels @ [0.299, 0.587, 0.114])[..., None]
-    height = np.linspace(0, 1, image.height)
-    light = np.stack([np.interp(height, (0, 0.6, 1), part) for part in zip(*LIGHT, strict=True)], -1)
-    lit = ((grey + 0.6 * (pixels - grey)) * light[:, None]).clip(0, 1) ** 1.15
-    return Image.fromarray(np.rint(255 * lit).astype(np.uint8))
+    grey = pixels @ [0.299, 0.587, 0.114]
+    light = np.stack([np.interp(grey, BRIGHTNESS, part) for part in zip(*COLOURS, strict=True)], -1)
+    lit = (2 * light + pixels * [1.1, 0.72, 0.55]) / 3
+    return Image.fromarray(np.rint(255 * lit.clip(0, 1)).astype(np.uint8))
 
 
 if __name__ == "__main__":
