@@ -20,15 +20,7 @@ from benchmarks.labels import labelled, save_small, stacked
 from benchmarks.photos.runs import grid
 
 # Colour edits that stand for the others of their kind.
-COLOURED = (
-    "without green",
-    "only red",
-    "tint blue",
-    "red to blue",
-    "green to red",
-    "blue to yellow",
-    "yellow to red",
-)
+COLOURED = ("without red", "only red", "tint blue", "red to blue", "yellow to red")
 
 
 def held_out(count: int, size: int) -> list[Image.Image]:

@@ -77,7 +77,7 @@ def kept(overrides: Sequence[str]) -> list[Figures]:
     return found
 
 
-def image() -> Image.Image:
+def preservation_image() -> Image.Image:
     """Return an image of each old edit and of none, as rows: control, base, and each setting."""
     runs = [train(*overrides)[0] for overrides in PRESERVATION.values()]
     columns = [samples(runs[0], 0), *(samples(run, 100) for run in runs)]
@@ -95,7 +95,7 @@ SECTIONS = [
         {"PSNR, dB": 2, "change of old edits": 1, "of unedited images": 1},
         corner="`objective.preserve`",
         write=write_old,
-        image=image,
+        image=preservation_image,
         headers=[*OLD, "no edit"],
         labels=["control", "base", *(f"preserve: {label}" for label in PRESERVATION)],
     )

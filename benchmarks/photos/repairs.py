@@ -96,7 +96,7 @@ def figures(overrides: Sequence[str]) -> list[Figures]:
     return found
 
 
-def image() -> Image.Image:
+def repairs_image() -> Image.Image:
     """Return held-out photographs of each recipe, as columns: damaged, repaired, target."""
     columns = []
     for name, row in ROWS.items():
@@ -116,7 +116,7 @@ SECTIONS = [
         dict.fromkeys(("damaged", "LoRA", "gain", "from", "to", MEAN), 1),
         corner="`data.control`",
         write=write,
-        image=image,
+        image=repairs_image,
         headers=list(NAMES),
         labels=("damaged", "LoRA", "target"),
     )

@@ -1,6 +1,7 @@
 """Train on small photographs in resumable sweeps, and read their output; shared by the sections of quality.py."""
 
 import ast
+import copy
 import functools
 import hashlib
 import inspect
@@ -10,7 +11,6 @@ import re
 import statistics
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,36 +162,46 @@ def digest(chosen: Mapping[str, Any], *parts: Any) -> str:
 FOLLOWED = ("benchmarks.", "photos_")
 
 
-def code_of(value: Any) -> Any:
-    """Return a value by which a change of code is noticed: of functions and classes the syntax trees, without comments.
+def code_of(function: Callable[..., Any] | None) -> dict[str, str]:
+    """Return the syntax, without comments and docstrings, of a function and of all that it uses, by name.
 
-    Names that a function uses are followed within benchmarks/, except this module, and the scripts of assets/.
+    Names are followed within benchmarks/, except this module, and the scripts of assets/.
     """
-    found: dict[str, Any] = {}
-    _collect(value, "", found)
+    found: dict[str, str] = {}
+    if function is not None:
+        _collect(function.__module__, function.__qualname__, found)
     return found
 
 
-def _collect(value: Any, name: str, found: dict[str, Any]) -> None:
-    value = inspect.unwrap(value) if callable(value) else value
-    if isinstance(value, Mapping):
-        value = [*value.items()]
-    if isinstance(value, (list, tuple)):
-        for index, one in enumerate(value):
-            _collect(one, f"{name}.{index}", found)
-    elif isinstance(value, (str, int, float)):
-        found[name] = value
-    elif getattr(value, "__module__", __name__) != __name__ and value.__module__.startswith(FOLLOWED):
-        name = f"{value.__module__}.{value.__qualname__}"
-        if name not in found:
-            [tree] = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-            found[name] = ast.dump(_without_docstrings(tree))
-            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-            for one in sorted(used & vars(sys.modules[value.__module__]).keys()):
-                _collect(vars(sys.modules[value.__module__])[one], f"{value.__module__}.{one}", found)
+def _collect(module: str, name: str, found: dict[str, str]) -> None:
+    if module == __name__ or not module.startswith(FOLLOWED) or f"{module}.{name}" in found:
+        return
+    for node in _statements(inspect.getsource(sys.modules[module])):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    _collect(str(node.module), alias.name, found)
+        elif name in _defined(node):
+            found[f"{module}.{name}"] = ast.dump(_without_docstrings(node))
+            for used in sorted({one.id for one in ast.walk(node) if isinstance(one, ast.Name)}):
+                _collect(module, used, found)
+
+
+@functools.cache
+def _statements(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
 
 
 def _without_docstrings(tree: ast.AST) -> ast.AST:
+    tree = copy.deepcopy(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
             del node.body[0]
