@@ -2,7 +2,7 @@
 
     python assets/photos_pairs.py PHOTOGRAPHS FOLDER --count 60000 --size 64 --seed 1
 
-writes pairs as tars of WebDataset. A seventh are copies, with instructions that say so or that mean nothing: what the
+writes pairs as tars of WebDataset. An eighth are copies, with instructions that say so or that mean nothing: what the
 model does not know leaves a photograph as it is.
 """
 
@@ -243,6 +243,11 @@ REPAIRS = {
 }
 
 
+# Repairs and edits that are learned late: they are drawn more often.
+OFTEN = ("jpeg", "downscale", "blur", "grey")
+LATE = ("mirror", "flip", "black frame", "white frame", "vignette", "mosaic")
+
+
 def prompts_of_edits() -> list[str]:
     """Return all instructions."""
     edits = [prompt for edit in EDITS.values() for prompt in edit.prompts.split(" | ")]
@@ -278,7 +283,7 @@ def nonsense(random: np.random.Generator) -> str:
 
 def repair(image: Image.Image, random: np.random.Generator, name: str | None = None, back: bool = False) -> Pair:
     """Return a pair by a recipe of data.control, from the damaged image, or to it with the instruction of that."""
-    name = name or str(random.choice(list(REPAIRS)))
+    name = name or str(random.choice([*REPAIRS, *OFTEN]))
     (least, most), words = REPAIRS[name]
     strength = random.uniform(least, most)
     if name in ("blur", "lines"):
@@ -297,11 +302,11 @@ def repair(image: Image.Image, random: np.random.Generator, name: str | None = N
 def edit(image: Image.Image, random: np.random.Generator, name: str | None = None, turned: bool = True) -> Pair:
     """Return a pair by an edit, two thirds of them a plain one; for the others every second image gets other hues.
 
-    Mirrors are learned late, so there are four times as many of each.
+    What depends on the place is learned late, so there is four times as much of it.
     """
     if name is None:
         plain = random.random() < 0.67
-        name = str(random.choice([*PLAIN, *3 * ("mirror", "flip")] if plain else list(OF_COLOURS)))
+        name = str(random.choice([*PLAIN, *3 * LATE] if plain else list(OF_COLOURS)))
     if turned and name in OF_COLOURS and random.random() < 0.5:
         hue, *others = image.convert("HSV").split()
         turn = int(random.integers(256))
@@ -313,11 +318,11 @@ def edit(image: Image.Image, random: np.random.Generator, name: str | None = Non
 def pair(image: Image.Image, random: np.random.Generator) -> Pair:
     """Return a pair of any kind."""
     kind = random.random()
-    if kind < 0.14:
+    if kind < 0.12:
         return copy(image, random)
-    if kind < 0.34:
+    if kind < 0.5:
         return repair(image, random)
-    return repair(image, random, back=True) if kind < 0.4 else edit(image, random)
+    return repair(image, random, back=True) if kind < 0.54 else edit(image, random)
 
 
 def write(folder: Path, photographs: Path, size: int, seed: int, count: int, part: int) -> None:
