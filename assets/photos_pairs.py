@@ -241,11 +241,9 @@ REPAIRS = {
     "text": ((0.05, 0.12), "add a watermark"),
     "lines": ((1.0, 2.5), "make it a drawing"),
 }
-
-
-# Repairs and edits that are learned late: they are drawn more often.
-OFTEN = ("jpeg", "downscale", "blur", "grey")
-LATE = ("mirror", "flip", "black frame", "white frame", "vignette", "mosaic")
+# Those that are learned late, which are drawn more often.
+LATE_REPAIRS = ("jpeg", "downscale", "blur", "grey")
+LATE_EDITS = ("mirror", "flip", "black frame", "white frame", "vignette", "mosaic")
 
 
 def prompts_of_edits() -> list[str]:
@@ -283,7 +281,7 @@ def nonsense(random: np.random.Generator) -> str:
 
 def repair(image: Image.Image, random: np.random.Generator, name: str | None = None, back: bool = False) -> Pair:
     """Return a pair by a recipe of data.control, from the damaged image, or to it with the instruction of that."""
-    name = name or str(random.choice([*REPAIRS, *OFTEN]))
+    name = name or str(random.choice([*REPAIRS, *LATE_REPAIRS]))
     (least, most), words = REPAIRS[name]
     strength = random.uniform(least, most)
     if name in ("blur", "lines"):
@@ -306,7 +304,7 @@ def edit(image: Image.Image, random: np.random.Generator, name: str | None = Non
     """
     if name is None:
         plain = random.random() < 0.67
-        name = str(random.choice([*PLAIN, *3 * LATE] if plain else list(OF_COLOURS)))
+        name = str(random.choice([*PLAIN, *3 * LATE_EDITS] if plain else list(OF_COLOURS)))
     if turned and name in OF_COLOURS and random.random() < 0.5:
         hue, *others = image.convert("HSV").split()
         turn = int(random.integers(256))
