@@ -125,7 +125,7 @@ def test_a_mistake_in_the_arguments_is_one_line(script, arguments, words):
     ("script", "overrides", "words"),
     [
         ("train", ["model=flux_kontex"], "model=flux_kontex: there is no such choice. Did you mean flux_kontext?"),
-        ("train", ["data=parquet"], "there is no such choice. Choose cached, captions, pairs, snow."),
+        ("train", ["data=parquet"], "there is no such choice. Choose cached, captions, pairs, sunset."),
         ("train", ["optimizer.momentum=3"], "the chosen options lack this setting. Choose optimizer=muon."),
         ("train", ["optimizer.lr=1,2"], "several values are a sweep, which needs -m"),
         (
