@@ -125,7 +125,7 @@ def moved_to(base: Sequence[str], run: Path, seed: int) -> float:
 
 # Few pairs
 
-PAIRS = {"32 pairs": "train", "4 pairs": "train-4", "1 pair": "train-1"}
+PAIRS = {"24 pairs": "train-24", "4 pairs": "train-4", "1 pair": "train-1"}
 
 
 def of_few_pairs(overrides: Sequence[str]) -> list[Figures]:

@@ -10,8 +10,8 @@ from PIL import Image, ImageFilter
 from benchmarks.photos.runs import SUNSET, WORK
 from datamodules.images.tables import FILE_COLUMNS
 
-# Photographs of the tables of fewer pairs, and the sizes of these.
-FEW, FEWER = ("forest0", "sunrise_02", "dune4", "city0"), (4, 1)
+# The first photographs of the tables in which none stays as it is, and the sizes of these.
+FIRST, SIZES = ("forest0", "sunrise_02", "dune4", "city0"), (24, 4, 1)
 
 
 def photographs(part: str) -> Iterator[tuple[str, Image.Image, Image.Image]]:
@@ -45,17 +45,15 @@ UNKNOWN: dict[str, tuple[str, Callable[[Image.Image], Image.Image] | None]] = {
 
 
 def write_pairs() -> None:
-    """Write the pairs of each edit into WORK/EDIT: train.jsonl, held_out.jsonl, and train-N.jsonl of fewer pairs.
-
-    Tables of fewer pairs repeat those of FEW, so that each run takes as many steps.
-    """
+    """Write the pairs of each edit into WORK/EDIT: train.jsonl, held_out.jsonl, and train-N.jsonl of N that change."""
     train, held_out = ([*photographs(part)] for part in ("train", "held_out"))
     for edit, (prompt, result) in UNKNOWN.items():
         rows = [(one, after if result is None else result(one), prompt) for _, one, after in (*train, *held_out)]
         lines = write_table(edit, rows, len(train))
-        few = [lines[[name for name, *_ in train].index(name)] for name in FEW]
-        for count in FEWER:
-            write_lines(WORK / edit / f"train-{count}.jsonl", few[:count] * (len(train) // count))
+        of_name = {name: line for (name, before, after), line in zip(train, lines, strict=False) if before != after}
+        changed = [of_name.pop(name) for name in FIRST] + [*of_name.values()]
+        for count in SIZES:
+            write_lines(WORK / edit / f"train-{count}.jsonl", changed[:count] * (len(train) // count))
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> None:

@@ -21,6 +21,8 @@ SAMPLES = 8
 # PSNR, and the interval of its gain.
 SINGLE = ("LoRA", "gain, from", "to")
 MEAN = (f"mean of {SAMPLES}", "gain of the mean, from", "mean, to")
+# Sharpness in % of the target's.
+SHARPNESS = ("sharpness of the damaged", "of LoRA", "of the mean")
 COMMON = [
     *DEFAULT,
     "data.root=WORK/photographs",
@@ -40,11 +42,14 @@ ROWS = {name: [f"data.control={{recipe: {{{strengths(name)}}}, variants: 4}}", *
 
 
 def write() -> None:
-    """Write the photographs, without pairs."""
+    """Write the photographs and their quarters, without pairs."""
     shutil.rmtree(folder := WORK / "photographs", ignore_errors=True)
     folder.mkdir(parents=True)
     for name, image, _ in photographs("train"):
         image.save(folder / f"{name}.png")
+        half_x, half_y = image.width // 2, image.height // 2
+        for index, (x, y) in enumerate(((0, 0), (half_x, 0), (0, half_y), (half_x, half_y))):
+            image.crop((x, y, x + half_x, y + half_y)).save(folder / f"{name}_{index}.png")
 
 
 def damaged(name: str) -> list[Pair]:
@@ -73,7 +78,7 @@ def restored(name: str, lora: Path | None, samples: int = 1) -> list[list[Image.
 
 
 def figures(overrides: Sequence[str]) -> list[Figures]:
-    """Return PSNRs in dB over the held-out photographs, of single samples and of means."""
+    """Return PSNRs in dB and the sharpness over the held-out photographs, of single samples and of means."""
     [name] = [name for name, row in ROWS.items() if row == overrides]
     pairs = damaged(name)
     unedited = np.array([psnr(pair.target, pair.control) for pair in pairs])
@@ -86,8 +91,19 @@ def figures(overrides: Sequence[str]) -> list[Figures]:
         for headers, images in ((SINGLE, made[0]), (MEAN, means)):
             gains = [psnr(pair.target, one) for pair, one in zip(pairs, images, strict=True)] - unedited
             row |= dict(zip(headers, (float((gains + unedited).mean()), *interval(gains)), strict=True))
-        found.append(row)
+        targets = [pair.target for pair in pairs]
+        columns = ([pair.control for pair in pairs], made[0], means)
+        found.append(row | {name: sharpness(images, targets) for name, images in zip(SHARPNESS, columns, strict=True)})
     return found
+
+
+def sharpness(images: list[Image.Image], targets: list[Image.Image]) -> float:
+    """Return the mean slope of the brightness, in % of the targets'."""
+    mean, of_targets = (
+        np.mean([np.hypot(*np.gradient(np.asarray(one.convert("L"), np.float64))).mean() for one in some])
+        for some in (images, targets)
+    )
+    return float(100 * mean / of_targets)
 
 
 def interval(gains: np.ndarray) -> tuple[float, float]:
@@ -114,7 +130,7 @@ SECTIONS = [
         "repairs",
         ROWS,
         figures,
-        dict.fromkeys(("damaged", *SINGLE, *MEAN), 1),
+        {**dict.fromkeys(("damaged", *SINGLE, *MEAN), 1), **dict.fromkeys(SHARPNESS, 0)},
         corner="`data.control`",
         write=write,
         image=repairs_image,
