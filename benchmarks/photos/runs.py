@@ -140,6 +140,7 @@ def _settings(overrides: tuple[str, ...]) -> dict[str, Any]:
         with open_dict(cfg):
             del cfg.hydra
     chosen = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("model", "data", "trainer")}
+    del chosen["model"]["recipe"]  # what a run takes of it is in its other settings
     return _without_off(chosen)
 
 
