@@ -31,6 +31,7 @@ DEFAULT = [
     "optimizer.lr=${model.recipe.lr}",
     "trainer.max_steps=${model.recipe.max_steps}",
 ]
+DEFAULT_ROW = [*DEFAULT, "scheduler=recipe"]
 DEFAULT_COLUMNS = ("doing nothing", "before", "after", "images that stay")
 
 
@@ -42,6 +43,13 @@ def of_default(overrides: Sequence[str]) -> list[Figures]:
         values = last["psnr_nothing"], first["psnr"], last["psnr"], last["psnr_staying"]
         found.append(dict(zip(DEFAULT_COLUMNS, values, strict=True)))
     return found
+
+
+def sunset_image() -> Image.Image:
+    """Return the held-out photographs as columns: before, after, and the target."""
+    after = samples(train(*DEFAULT_ROW)[0], 100).values()
+    parts = [[one.control for one in after], [one.result for one in after], [one.target for one in after]]
+    return grid(parts, enlarged=1)
 
 
 # Recipes
@@ -165,11 +173,13 @@ def at_the_best_rate(overrides: Sequence[str]) -> list[Figures]:
 
 SECTIONS = [
     Section(
-        "default",
-        {"`python train.py`": [*DEFAULT, "scheduler=recipe"]},
+        "sunset",
+        {"`python train.py`": DEFAULT_ROW},
         of_default,
         dict.fromkeys(DEFAULT_COLUMNS, 1),
         corner="PSNR, dB",
+        image=sunset_image,
+        labels=("photograph", "LoRA", "target"),
     ),
     Section(
         "recipes",

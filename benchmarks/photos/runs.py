@@ -139,7 +139,9 @@ def _settings(overrides: tuple[str, ...]) -> dict[str, Any]:
         HydraConfig.instance().set_config(cfg)
         with open_dict(cfg):
             del cfg.hydra
-    chosen = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("model", "data", "trainer")}
+    chosen: dict[str, Any] = {
+        name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("model", "data", "trainer")
+    }
     del chosen["model"]["recipe"]  # what a run takes of it is in its other settings
     return _without_off(chosen)
 
