@@ -149,7 +149,6 @@ def of_few_pairs(overrides: Sequence[str]) -> list[Figures]:
 
 ADAPTERS = {
     "lora, rank 16": ["adapter=lora"],
-    "lora, rank 16, `lora_plus_ratio=4`": ["adapter.lora_plus_ratio=4"],
     "dora, rank 16": ["adapter=dora"],
     "loha, rank 8": ["adapter=loha"],
     "lokr, factor 2, rank 32": ["adapter=lokr", "adapter.decompose_factor=2", "adapter.rank=32"],
