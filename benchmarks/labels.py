@@ -55,5 +55,5 @@ def wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width
 
 
 def save_small(image: Image.Image, path: Path) -> None:
-    """Write an image as a PNG of 256 colours, which differ from its own by a level or two of 255 on average."""
-    image.quantize(256, Image.Quantize.MEDIANCUT, kmeans=1).save(path, optimize=True)
+    """Write an image as WebP, half as large as a PNG of 256 colours."""
+    image.convert("RGB").save(path, quality=80, method=6)

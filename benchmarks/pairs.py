@@ -1,4 +1,4 @@
-"""Draw docs/pairs.png: a good pair for training, and bad ones; and docs/controls.png: what data.control makes.
+"""Draw docs/pairs.webp: a good pair for training, and bad ones; and docs/controls.webp: what data.control makes.
 
     python benchmarks/pairs.py
 
@@ -99,5 +99,5 @@ def controls() -> Image.Image:
 
 
 if __name__ == "__main__":
-    save_small(image(), ROOT / "docs" / "pairs.png")
-    save_small(controls(), ROOT / "docs" / "controls.png")
+    save_small(image(), ROOT / "docs" / "pairs.webp")
+    save_small(controls(), ROOT / "docs" / "controls.webp")

@@ -101,7 +101,7 @@ def main() -> None:
             pool.shutdown(cancel_futures=True)
             raise
     for section in chosen:
-        image = DOCS / f"{section.name}.png"
+        image = DOCS / f"{section.name}.webp"
         is_new = not image.is_file() or any(one is section for one, _ in rows)
         if section.image is not None and is_new and not outdated(section):
             save_small(labelled(section.image(), section.headers, section.labels), image)

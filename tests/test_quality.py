@@ -23,8 +23,8 @@ def test_tables_and_images_are_those_of_the_sections():
     markers = re.findall(r"^<!-- (?!end)(\w+) -->$", both, re.M)
     assert sorted(markers) == sorted(SECTIONS), "each table is on one of the two pages"
     assert both.count("<!-- end -->") == len(markers)
-    images = {f"{name}.png" for name, section in SECTIONS.items() if section.image is not None}
-    assert images <= set(re.findall(r"[/(](\w+\.png)\)", both))
+    images = {f"{name}.webp" for name, section in SECTIONS.items() if section.image is not None}
+    assert images <= set(re.findall(r"[/(](\w+\.webp)\)", both))
     assert all((DOCS / image).is_file() for image in images)
     assert all(section.headers and section.labels for section in SECTIONS.values() if section.image is not None)
 

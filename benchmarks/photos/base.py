@@ -112,7 +112,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--count", type=int, default=15)
-    parser.add_argument("--image", type=Path, help="PNG of photograph, result and answer for each instruction")
+    parser.add_argument("--image", type=Path, help="WebP of photograph, result and answer for each instruction")
     parser.add_argument("--only", nargs="*", help="names of instructions")
     options = parser.parse_args()
     base = Base(options.folder, options.size)

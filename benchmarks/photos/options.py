@@ -178,6 +178,7 @@ SECTIONS = [
         dict.fromkeys(DEFAULT_COLUMNS, 1),
         corner="PSNR, dB",
         image=sunset_image,
+        headers=("make it a sunset",),
         labels=("photograph", "LoRA", "target"),
     ),
     Section(

@@ -62,7 +62,7 @@ class Section:
         columns: decimals by header.
         corner: header of the labels.
         write: writes the data into WORK; called before the first row.
-        image: returns the image docs/NAME.png without its names, once all rows are measured.
+        image: returns the image docs/NAME.webp without its names, once all rows are measured.
         headers, labels: names of the image's columns and rows.
     """
 
