@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from lightning_modules.pretrained.frozen_base import FrozenBase
-from tests.support.pictures import pixels, records
+from tests.support.pictures import photograph, pixels, records
 
 
 def stock_picture(stock, photo, prompt="mirror picture 1", seed=42, **arguments):
@@ -83,7 +83,8 @@ def test_size_and_prompt_are_a_complete_request(run, stock, trained, tmp_path):
     assert np.abs(pixels(tmp_path / "a" / "image.png") - np.asarray(expected).astype(int)).max() <= 1
 
 
-def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(run, trained, tiny, photo, tmp_path):
+def test_model_settings_come_from_the_weights_and_the_command_line_goes_first(run, trained, tiny, tmp_path):
+    photograph("coffee", 192, 128).save(photo := tmp_path / "photo.png")
     file = trained / "lora" / "last" / "pytorch_lora_weights.safetensors"
     moved = shutil.copy(file, tmp_path / "elsewhere.safetensors")  # without config.yaml
     common = [f"image={photo}", "prompt=x", "num_inference_steps=1"]
