@@ -155,7 +155,7 @@ def _without_off(value: Any) -> Any:
 
 def digest(chosen: Mapping[str, Any], *parts: Any) -> str:
     """Return a short hash of composed settings, of their base's weights, of the photographs, and of other values."""
-    base = Path(resolve_repository(chosen["model"]["pretrained_model_name_or_path"]))
+    base = ROOT / resolve_repository(chosen["model"]["pretrained_model_name_or_path"])
     found = hashlib.sha256(json.dumps([chosen, *parts], sort_keys=True, default=str).encode())
     for path in (base / "transformer" / "diffusion_pytorch_model.safetensors", *sorted(SUNSET.rglob("*.jpg"))):
         found.update(path.read_bytes())

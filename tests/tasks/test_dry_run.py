@@ -51,7 +51,7 @@ def test_every_model_is_built_without_weights(model):
 def test_quantized_base_and_waiting_blocks_are_planned(run, pairs, tmp_path):
     plan = ["task=dry_run", f"data.root={pairs}", f"output_dir={tmp_path / 'out'}", "model.gradient_checkpointing=true"]
     sizes = []
-    for more in ([], ["model/quantization=fp4"], ["model/quantization=fp4", "model.offload.blocks=4"]):
+    for more in ([], ["model/quantization=fp4"], ["model/quantization=fp4", "model.offload.blocks=6"]):
         text = run("train", *plan, *more).text
         assert ("embedded (fp4)" if more else "embedded (float32)") in text
         assert ("blocks" in text) == (len(more) == 2)
