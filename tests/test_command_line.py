@@ -33,10 +33,10 @@ def test_help_explains_itself_quickly(run):
 )
 def test_embedded_model_learns_sunset_unless_data_or_a_model_are_named(arguments, data, held_out):
     cfg = compose("train", *arguments)
-    usual, embedded = (1, 1e-4, None), (8, 3e-3, "all-linear")
+    usual, embedded = (1, 1e-4, "constant_with_warmup", None), (8, 3e-3, "constant_with_warmup", "all-linear")
     places = [place and place.rpartition("assets/")[2] for place in (cfg.data.root, cfg.data.val_root)]
     assert places == [data, held_out]
-    recipe = (cfg.data.batch_size, cfg.optimizer.lr, cfg.adapter.target_modules)
+    recipe = (cfg.data.batch_size, cfg.optimizer.lr, cfg.scheduler.name, cfg.adapter.target_modules)
     assert recipe == (usual if any(one.startswith("model") for one in arguments) else embedded)
 
 
