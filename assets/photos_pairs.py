@@ -46,7 +46,7 @@ UNSEEN = "orange pink autumn night moonlight snow pencil sketch day dawn dusk ra
 
 
 class Photographs:
-    """Crops of photographs, some of them dead leaves instead: discs of any size and colour, as Lee et al. (2001)."""
+    """Crops of photographs, some of them dead leaves instead: discs and rectangles, after Lee et al. (2001)."""
 
     def __init__(self, images: Sequence[Image.Image], seed: int, least: float = 0.3, leaves: float = 0.0) -> None:
         self.images, self.least, self.leaves = images, least, leaves
@@ -57,7 +57,7 @@ class Photographs:
         return cls([Image.open(path).convert("RGB") for path in sorted(folder.glob("*.png"))], seed, leaves=0.08)
 
     def crop(self, width: int, height: int) -> Image.Image:
-        """Return a part of a photograph, of any scale at which it is not enlarged."""
+        """Return a part of a photograph, of any scale; only a photograph that is smaller is enlarged."""
         random = self.random
         if random.random() < self.leaves:
             return dead_leaves(width, height, random)
@@ -85,7 +85,7 @@ def held_out_photographs() -> list[Image.Image]:
 
 
 def dead_leaves(width: int, height: int, random: np.random.Generator) -> Image.Image:
-    """Draw discs that cover each other, with sides of a power law, in colours around a few."""
+    """Draw discs and rectangles that cover each other, with sides of a power law, in colours around a few."""
     image = Image.new("RGB", (2 * width, 2 * height))
     pen, palette = ImageDraw.Draw(image), random.uniform(0, 256, (random.integers(2, 9), 3))
     for _ in range(400):

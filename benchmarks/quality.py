@@ -4,10 +4,10 @@
     python benchmarks/quality.py rank slider       # some sections
     python benchmarks/quality.py --list            # sections, and rows older than their settings
 
-Each row is a Hydra multirun of train.py over seeds, on one core; as many rows run at once as there are cores. Runs are
-kept in outputs/quality, figures in benchmarks/results/quality.json with the hash of all that determines them: the
-composed settings, the base's weights, the photographs, and the code that writes and measures. A row is measured again
-if its hash has changed, and a test fails while it has not been.
+Each row is a Hydra multirun of train.py over seeds, on one core; two rows run at once. Runs are kept in
+outputs/quality, figures in benchmarks/results/quality.json with a hash of the composed settings, the base's weights,
+the photographs, and the code of benchmarks/ and assets/ that writes and measures. A row is measured again if its hash
+has changed, and a test fails while it has not been. Changes of the program itself are not part of the hash.
 """
 
 import argparse

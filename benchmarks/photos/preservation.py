@@ -11,7 +11,7 @@ from benchmarks.photos.pairs import photographs, write_pairs, write_table
 from benchmarks.photos.runs import Figures, Section, distance, grid, samples, train
 
 # Names of edits that are watched, and then a copy, each on four held-out photographs.
-OLD, EACH = ("brighter", "grey", "vignette", "mirror", "tint blue"), 4
+OLD, EACH = ("brighter", "grey", "sepia", "contrast", "tint blue"), 4
 STAYS = "keep it as it is"
 
 
@@ -20,14 +20,15 @@ def first_prompt(name: str) -> str:
     return KNOWN[name].prompts.split(" | ")[0]
 
 
-INSTRUCTIONS = [
-    first_prompt(name)
-    for name in (
-        "brighter", "darker", "warmer", "colder", "vivid", "grey", "sepia", "contrast", "vignette", "blur", "mirror",
-        "black frame", "tint blue", "red to blue",
-    )
-]  # fmt: skip
-PROMPTS = f"objective.preserve.prompts={json.dumps(INSTRUCTIONS)}"
+# Names of other edits that the base knows.
+OTHERS = ("darker", "warmer", "colder", "vivid", "pale", "flat", "negative", "swap", "blur")
+
+
+def preserved(*names: str) -> str:
+    """Return the setting that preserves the answers to the first instruction of each edit."""
+    return f"objective.preserve.prompts={json.dumps(list(map(first_prompt, names)))}"
+
+
 # Both held-out tables: sample images before the first step are the base's.
 WATCHED = [
     "data.val_root=[WORK/sunset/held_out.jsonl,WORK/old/held_out.jsonl]",
@@ -39,8 +40,9 @@ PRESERVATION = {
         "none": [],
         "`outside=1`": ["objective.preserve.outside=1"],
         '`prompts=[""]`': ['objective.preserve.prompts=[""]'],
-        "`prompts=` 14 instructions": [PROMPTS],
-        "`prompts=` 14 instructions, `every=4`": [PROMPTS, "objective.preserve.every=4"],
+        "`prompts=` these and 9 others": [preserved(*OLD, *OTHERS)],
+        "`prompts=` these and 9 others, `every=4`": [preserved(*OLD, *OTHERS), "objective.preserve.every=4"],
+        "`prompts=` the 9 others": [preserved(*OTHERS)],
         "none, with 20 pairs of old edits at weight 0.5": [
             "data.root=[WORK/sunset/train.jsonl,{path:WORK/others/train.jsonl,weight:0.5}]"
         ],

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from photos_pairs import REPAIRS, Pair, repair
+from photos_pairs import REPAIRS, Pair, Photographs, held_out_photographs, repair
 from PIL import Image
 
-from benchmarks.photos.base import Base, held_out, psnr
+from benchmarks.photos.base import Base, psnr
 from benchmarks.photos.options import DEFAULT
 from benchmarks.photos.pairs import photographs
 from benchmarks.photos.runs import LOADING, SEEDS, WORK, Figures, Section, grid, train
 from lightning_modules.pretrained.repository import PHOTOS
 
-SIDE, COUNT, SHOWN = 128, 30, 2
+SIDE, CROPS = 128, 3
 NAMES = ("jpeg", "noise", "blur", "downscale", "grey", "hole", "border")
 # Samples whose mean is measured, too: one sample of what may have been there is further from the truth than their mean.
 SAMPLES = 8
@@ -53,27 +53,36 @@ def write() -> None:
 
 
 def damaged(name: str) -> list[Pair]:
-    """Return held-out photographs, damaged."""
+    """Return crops of held-out photographs, damaged: one of each photograph, then a second one of each, and so on."""
+    photos = [*held_out_photographs(), *(control for _, control, _ in photographs("held_out"))]
+    crops = [Photographs([photo], seed, least=0.5) for seed, photo in enumerate(photos)]
     random = np.random.default_rng(0)
-    return [repair(image, random, name) for image in held_out(COUNT, SIDE)]
+    return [repair(one.crop(SIDE, SIDE), random, name) for _ in range(CROPS) for one in crops]
 
 
-def restored(name: str, lora: Path | None, samples: int = 1) -> list[list[Image.Image]]:
-    """Return the results of the base, or of a LoRA, for each seed of the noise."""
-    pairs = damaged(name)
+def shown(pair: Pair) -> Image.Image:
+    """Return the damaged photograph at the size of the target: a border is missing, and gray as a hole."""
+    place = Image.new("RGB", pair.target.size, (128, 128, 128))
+    place.paste(pair.control, ((place.width - pair.control.width) // 2, (place.height - pair.control.height) // 2))
+    return place
+
+
+def restored(pairs: Sequence[Pair], run: Path, samples: int = 1) -> list[list[Image.Image]]:
+    """Return the results of a run's LoRA for each seed of the noise."""
     with LOADING:
         base = Base(PHOTOS, SIDE)
-        if lora is not None:
-            base.pipe.load_lora_weights(lora)
+        base.pipe.load_lora_weights(run / "lora" / "last")
     # Controls of one size share a batch.
     made: list[list[Image.Image]] = []
     for first in range(samples):
         results: dict[int, Image.Image] = {}
         for size in {pair.control.size for pair in pairs}:
             own = [index for index, pair in enumerate(pairs) if pair.control.size == size]
-            images = base.edited([pairs[one].control for one in own], [pairs[one].prompt for one in own], first * COUNT)
+            images = base.edited(
+                [pairs[one].control for one in own], [pairs[one].prompt for one in own], first * len(pairs)
+            )
             results |= dict(zip(own, images, strict=True))
-        made.append([results[index] for index in range(COUNT)])
+        made.append([results[index] for index in range(len(pairs))])
     return made
 
 
@@ -81,10 +90,10 @@ def figures(overrides: Sequence[str]) -> list[Figures]:
     """Return PSNRs in dB and the sharpness over the held-out photographs, of single samples and of means."""
     [name] = [name for name, row in ROWS.items() if row == overrides]
     pairs = damaged(name)
-    unedited = np.array([psnr(pair.target, pair.control) for pair in pairs])
+    unedited = np.array([psnr(pair.target, shown(pair)) for pair in pairs])
     found = []
     for run in train(*overrides, seeds=SEEDS[:1]):
-        made = restored(name, run / "lora" / "last", SAMPLES)
+        made = restored(pairs, run, SAMPLES)
         means = [Image.fromarray(np.mean([np.asarray(one) for one in images], 0).round().astype(np.uint8))
                  for images in zip(*made, strict=True)]  # fmt: skip
         row = {"damaged": float(unedited.mean())}
@@ -92,7 +101,7 @@ def figures(overrides: Sequence[str]) -> list[Figures]:
             gains = [psnr(pair.target, one) for pair, one in zip(pairs, images, strict=True)] - unedited
             row |= dict(zip(headers, (float((gains + unedited).mean()), *interval(gains)), strict=True))
         targets = [pair.target for pair in pairs]
-        columns = ([pair.control for pair in pairs], made[0], means)
+        columns = ([*map(shown, pairs)], made[0], means)
         found.append(row | {name: sharpness(images, targets) for name, images in zip(SHARPNESS, columns, strict=True)})
     return found
 
@@ -107,21 +116,21 @@ def sharpness(images: list[Image.Image], targets: list[Image.Image]) -> float:
 
 
 def interval(gains: np.ndarray) -> tuple[float, float]:
-    """Return the interval of 95 % of the mean, by bootstrap."""
-    drawn = np.random.default_rng(0).choice(gains, (10000, len(gains))).mean(1)
+    """Return the interval of 95 % of the mean, by bootstrap over the photographs: their crops are alike."""
+    of_photographs = gains.reshape(CROPS, -1).mean(0)
+    drawn = np.random.default_rng(0).choice(of_photographs, (10000, len(of_photographs))).mean(1)
     low, high = np.percentile(drawn, (2.5, 97.5))
     return float(low), float(high)
 
 
 def repairs_image() -> Image.Image:
-    """Return held-out photographs of each recipe, as columns: damaged, repaired, target."""
+    """Return a held-out photograph of each recipe, another one each, as columns: damaged, repaired, target."""
     columns = []
-    for name, row in ROWS.items():
-        [made] = restored(name, train(*row, seeds=SEEDS[:1])[0] / "lora" / "last")
-        for pair, result in list(zip(damaged(name), made, strict=True))[:SHOWN]:
-            control = Image.new("RGB", (SIDE, SIDE), "white")
-            control.paste(pair.control, ((SIDE - pair.control.width) // 2, (SIDE - pair.control.height) // 2))
-            columns.append([control, result, pair.target])
+    for index, (name, row) in enumerate(ROWS.items(), start=1):
+        pair = damaged(name)[index]
+        [run] = train(*row, seeds=SEEDS[:1])
+        [[result]] = restored([pair], run)
+        columns.append([shown(pair), result, pair.target])
     return grid([[np.asarray(column[index]) for column in columns] for index in range(3)], enlarged=1)
 
 

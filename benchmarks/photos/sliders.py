@@ -11,7 +11,7 @@ from PIL import Image, ImageEnhance
 from benchmarks.photos.pairs import photographs, write_table
 from benchmarks.photos.runs import SEEDS, WORK, Figures, Section, command, grid, train
 
-SCALES = (-2, -1, 0, 1, 2)
+SCALES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 # Number of held-out images of each slider in the grid.
 SHOWN = 2
 
@@ -62,7 +62,7 @@ def write_sliders() -> None:
             image.resize((64, 64), Image.Resampling.LANCZOS).save(controls / f"{index}.png")
 
 
-def edited(label: str, run: Path, seed: int) -> dict[int, list[np.ndarray]]:
+def edited(label: str, run: Path, seed: int) -> dict[float, list[np.ndarray]]:
     """Return the held-out images at each scale, which predict.py makes once."""
     made, controls = run / "strips", WORK / folder(label) / "controls"
     if not (run / "predicted").is_file():
@@ -70,11 +70,11 @@ def edited(label: str, run: Path, seed: int) -> dict[int, list[np.ndarray]]:
         settings = [f"lora={run}", f"lora_scale={list(SCALES)}", f"seed={seed}", f"output_dir={made}"]
         command("predict.py", *settings, f"image={controls}", f"prompt={label}")
         (run / "predicted").touch()
-    found: dict[int, list[np.ndarray]] = {scale: [] for scale in SCALES}
+    found: dict[float, list[np.ndarray]] = {scale: [] for scale in SCALES}
     for line in (made / "predictions.jsonl").read_text().splitlines():
         facts = json.loads(line)
         with Image.open(made / facts["file"]) as image:
-            found[int(facts["lora_scale"])].append(np.asarray(image.convert("RGB"), dtype=np.float32))
+            found[facts["lora_scale"]].append(np.asarray(image.convert("RGB"), dtype=np.float32))
     return found
 
 
@@ -83,7 +83,7 @@ def strengths(overrides: Sequence[str]) -> list[Figures]:
     [label] = [label for label, row in SLIDERS.items() if row == overrides]
     _, strength = DIALS[label]
     made = [edited(label, run, seed) for seed, run in zip(SEEDS, train(*overrides), strict=True)]
-    return [{str(scale): float(np.mean(list(map(strength, one[scale])))) for scale in SCALES} for one in made]
+    return [{f"{scale:g}": float(np.mean(list(map(strength, one[scale])))) for scale in SCALES} for one in made]
 
 
 def slider_image() -> Image.Image:
@@ -102,11 +102,11 @@ SECTIONS = [
         "slider",
         SLIDERS,
         strengths,
-        {str(scale): 1 for scale in SCALES},
+        {f"{scale:g}": 1 for scale in SCALES},
         corner="`lora_scale`",
         write=write_sliders,
         image=slider_image,
-        headers=["control", *map(str, SCALES)],
+        headers=["control", *(f"{scale:g}" for scale in SCALES)],
         labels=list(SLIDERS),
     )
 ]
