@@ -142,6 +142,9 @@ def test_processes_of_a_prediction_write_to_one_folder_and_stop_together(start, 
     [folder] = (tmp_path / "outputs").iterdir()
     assert f"stopped by SIGTERM; finished images are in outputs/{folder.name}" in text
     assert "Traceback" not in text
-    made = len(list(folder.glob("*.png")))
-    assert 2 <= made < 4000
-    assert made == len((folder / "predictions.jsonl").read_text().splitlines())
+
+    def counts() -> set[int]:
+        return {len(list(folder.glob("*.png"))), len((folder / "predictions.jsonl").read_text().splitlines())}
+
+    wait_until(lambda: len(counts()) == 1, seconds=60)  # the other process ends its image by itself
+    assert 2 <= min(counts()) < 4000
